@@ -1,7 +1,7 @@
 """Pages of vLLM's KV cache: reading and writing keys and values, and rotating keys."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -22,7 +22,9 @@ class Rotary:
     """
 
     def __init__(self, inv_freq: Float[torch.Tensor, " half"], *, is_neox: bool) -> None:
-        self._inv_freq, self._is_neox = inv_freq.double().cpu(), is_neox
+        self._inv_freq, half = inv_freq.double().cpu(), len(inv_freq)
+        neox, interleaved = (slice(half), slice(half, 2 * half)), (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        self._pairs = neox if is_neox else interleaved  # dimensions that are rotated with each other
 
     @classmethod
     def of_vllm(cls) -> "Rotary":
@@ -66,21 +68,37 @@ class Rotary:
             raise UnsupportedCacheError(f"rotary embedding {kind}: its table is not a rotation by its frequencies")
         return cls(inv_freq, is_neox=is_neox)
 
-    def rotate(self, keys: Float[torch.Tensor, "T G D"], shift: int) -> Float[torch.Tensor, "T G D"]:
-        """Return keys rotated by `shift` positions, computed in float32."""
-        if not shift:
+    def tables(
+        self, shifts: Sequence[int], device: torch.device
+    ) -> tuple[Float[torch.Tensor, "T 1 half"], Float[torch.Tensor, "T 1 half"]] | None:
+        """Return cosines and sines that rotate each token by its number of positions; None if all are 0."""
+        if not any(shifts):
+            return None
+        angles = torch.tensor(shifts, dtype=torch.float64)[:, None, None] * self._inv_freq
+        return angles.cos().to(device, torch.float32), angles.sin().to(device, torch.float32)
+
+    def rotate(
+        self, keys: Float[torch.Tensor, "T G D"], tables: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> Float[torch.Tensor, "T G D"]:
+        """Return keys rotated by tables, computed in float32."""
+        if tables is None:
             return keys
+        cos, sin = tables
         half = len(self._inv_freq)
-        angles = self._inv_freq * shift
-        cos, sin = (table.to(keys.device, torch.float32) for table in (angles.cos(), angles.sin()))
-        result = keys.float()
-        rotated = result[..., : 2 * half]
-        first, second = rotated.split(half, -1) if self._is_neox else (rotated[..., ::2], rotated[..., 1::2])
-        pair = first * cos - second * sin, second * cos + first * sin
-        joined = torch.cat(pair, -1) if self._is_neox else torch.stack(pair, -1).flatten(-2)
-        if 2 * half < keys.shape[-1]:
-            joined = torch.cat([joined, result[..., 2 * half :]], -1)
-        return joined.to(keys.dtype)
+        source = keys.float()
+        result = source.clone() if 2 * half < keys.shape[-1] else torch.empty_like(source)
+        first, second = (source[..., place] for place in self._pairs)
+        torch.mul(first, cos, out=result[..., self._pairs[0]]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=result[..., self._pairs[1]]).addcmul_(first, sin)
+        return result.to(keys.dtype)
+
+
+class PageRange(NamedTuple):
+    """Consecutive tokens of a request in the pages of every layer."""
+
+    ids: torch.Tensor  # pages
+    skip: int  # tokens in the first page before the first one
+    length: int
 
 
 class PageReader:
@@ -133,19 +151,21 @@ class PageReader:
         strided = offset + steps[0] * token[:, None, None] + steps[1] * head[:, None] + steps[2] * dim
         return (offset, steps) if torch.equal(grid, strided) else None
 
-    def read(
-        self, cache: torch.Tensor, block_ids: Sequence[int], start: int, stop: int
-    ) -> tuple[Float[torch.Tensor, "T G D"], Float[torch.Tensor, "T G D"]]:
-        """Return keys and values of tokens [start, stop) of a request.
+    def locate(self, block_ids: Sequence[int], start: int, stop: int, device: torch.device) -> "PageRange":
+        """Return where tokens [start, stop) of a request are.
 
         Args:
-            cache: pages of one layer.
             block_ids: pages of all tokens of the request.
         """
         first = start // self._block_size
-        ids = torch.tensor(block_ids[first : -(-stop // self._block_size)], device=cache.device)
-        skip = start - first * self._block_size
-        keys, values = (self._gather(cache, ids, kind)[skip : skip + stop - start] for kind in (0, 1))
+        ids = torch.tensor(block_ids[first : -(-stop // self._block_size)]).to(device, non_blocking=True)
+        return PageRange(ids, start - first * self._block_size, stop - start)
+
+    def read(
+        self, cache: torch.Tensor, pages: "PageRange"
+    ) -> tuple[Float[torch.Tensor, "T G D"], Float[torch.Tensor, "T G D"]]:
+        """Return keys and values of the tokens in some pages of one layer."""
+        keys, values = (self._gather(cache, pages.ids, kind)[pages.skip : pages.skip + pages.length] for kind in (0, 1))
         return keys, values
 
     def _gather(self, cache: torch.Tensor, ids: torch.Tensor, kind: int) -> torch.Tensor:

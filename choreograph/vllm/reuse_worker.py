@@ -1,6 +1,6 @@
 """The worker's half of the connector: stores keys and values, and writes them into pages."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,8 +79,9 @@ class ReuseWorker:
         keys, values = (
             torch.empty(shape, dtype=cache.dtype, device=self._device, pin_memory=self._is_pinned) for _ in range(2)
         )
+        place = self._reader.locate(order.block_ids, order.start, order.stop, cache.device)
         for i, (_, pages) in enumerate(self._layers):
-            k, v = self._reader.read(pages, order.block_ids, order.start, order.stop)
+            k, v = self._reader.read(pages, place)
             keys[i].copy_(k, non_blocking=True)
             values[i].copy_(v, non_blocking=True)
         if not self._is_verified:
@@ -96,7 +97,8 @@ class ReuseWorker:
                 continue
             if keys.device.type == "cpu" and torch.cuda.is_available():
                 torch.cuda.synchronize()
-            rotated, expected = self._rotary.rotate(keys[j : j + 1], i - j).float(), keys[i : i + 1].float()
+            tables = self._rotary.tables([i - j], keys.device)
+            rotated, expected = self._rotary.rotate(keys[j : j + 1], tables).float(), keys[i : i + 1].float()
             error = (rotated - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
             if error > _TOLERANCE[keys.dtype]:
                 raise UnsupportedCacheError(
@@ -107,17 +109,19 @@ class ReuseWorker:
             return
 
     def _load(self, order: LoadOrder) -> None:
+        """Write reused tokens into the pages of a request, their keys at the new positions."""
+        device = self._layers[0][1].device
         slots = slots_of(order.block_ids, self._block_size, [(p.at, p.at + p.length) for p in order.pieces])
-        slots = slots.to(self._layers[0][1].device, non_blocking=True)
+        slots = slots.to(device, non_blocking=True)
+        tables = self._rotary.tables([p.shift for p in order.pieces for _ in range(p.length)], device)
         for i, (layer, pages) in enumerate(self._layers):
-            keys, values = zip(*self._pieces(order, i, pages.device), strict=True)
-            layer.impl.do_kv_cache_update(layer, torch.cat(keys), torch.cat(values), pages, slots)
-
-    def _pieces(
-        self, order: LoadOrder, layer: int, device: torch.device
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield keys at their new positions, and values, of one layer."""
-        for piece in order.pieces:
-            part = slice(piece.source, piece.source + piece.length)
-            keys, values = (t[layer, part].to(device, non_blocking=True) for t in self._entries[piece.uid])
-            yield self._rotary.rotate(keys, piece.shift), values
+            keys, values = (
+                torch.cat(
+                    [
+                        self._entries[p.uid][kind][i, p.source : p.source + p.length].to(device, non_blocking=True)
+                        for p in order.pieces
+                    ]
+                )
+                for kind in (0, 1)
+            )
+            layer.impl.do_kv_cache_update(layer, self._rotary.rotate(keys, tables), values, pages, slots)
