@@ -23,7 +23,7 @@ from .api_errors import ApiError
 from .request_body import check_headers, check_path, parse_body
 from .server_config import ProxyConfig, ReuseMode
 from .upstream_answer import HOP_HEADERS, AnswerRecord, Reply, read_events
-from .upstream_prompt import Tokenize, can_reuse, find_cuts, find_turn_token, read_prompt
+from .upstream_prompt import Tokenize, can_reuse, find_cuts, find_turn_tokens, read_prompt
 from .upstream_store import EntryStore, PromptPart, PromptPlan, UpstreamTenant, to_spans
 
 PROTOCOL_VERSION = 1
@@ -127,7 +127,7 @@ class UpstreamProxy:
     def __init__(self, config: ProxyConfig, *, has_holes: bool) -> None:
         self.config, self.store = config, EntryStore(config.max_stored_tokens)
         self._has_holes = has_holes
-        self._turn_tokens: dict[str, int | None] = {}  # that begin turns, by model
+        self._turn_tokens: dict[str, frozenset[int]] = {}  # that begin turns, by model
         self.client = httpx.AsyncClient(
             base_url=config.upstream,
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
@@ -230,7 +230,7 @@ class UpstreamProxy:
     async def _find_cuts(self, call: ProxiedCall, tokens: list[int], tokenize: Tokenize) -> list[int]:
         model = call.tenant.model
         if model not in self._turn_tokens:
-            self._turn_tokens[model] = await find_turn_token({"model": model} if model else {}, tokenize)
+            self._turn_tokens[model] = await find_turn_tokens({"model": model} if model else {}, tokenize)
         return find_cuts(tokens, self._turn_tokens[model], len(call.body["messages"]))
 
     async def _answer_planned(self, call: ProxiedCall, plan: PromptPlan, reply: Reply) -> None:

@@ -1,6 +1,6 @@
 """Prompts of completions, as a vLLM server renders and tokenizes them."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 # fields of a chat that /tokenize knows too
@@ -49,18 +49,29 @@ def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat | {"chat_template_kwargs": variables | given} if variables and isinstance(given, dict) else chat
 
 
-async def find_turn_token(model: Mapping[str, Any], tokenize: Tokenize) -> int | None:
-    """Return the first token of the generation prompt, which begins turns.
+async def find_turn_tokens(model: Mapping[str, Any], tokenize: Tokenize) -> frozenset[int]:
+    """Return the first tokens of a generation prompt and of a user's turn.
 
-    None for a template without it.
+    Args:
+        model: field of the name; empty: the server's own.
     """
-    chat = {**model, "messages": [{"role": "user", "content": "a"}]}
-    without = await tokenize(chat | {"add_generation_prompt": False})
-    tokens = await tokenize(chat)
-    return tokens[len(without)] if len(without) < len(tokens) and tokens[: len(without)] == without else None
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+    async def render(*messages: Mapping[str, str], prompts: bool = False) -> list[int]:
+        return await tokenize({**model, "messages": messages, "add_generation_prompt": prompts})
+
+    pairs = [
+        (await render(user), await render(user, prompts=True)),
+        (await render(user, assistant), await render(user, assistant, user)),
+    ]
+    return frozenset(
+        longer[len(shorter)]
+        for shorter, longer in pairs
+        if 0 < len(shorter) < len(longer) and longer[: len(shorter)] == shorter
+    )
 
 
-def find_cuts(tokens: list[int], turn_token: int | None, num_messages: int) -> list[int]:
-    """Return where turns begin; nothing if texts have the token too."""
-    cuts = [position for position, token in enumerate(tokens) if token == turn_token]
+def find_cuts(tokens: list[int], turn_tokens: Collection[int], num_messages: int) -> list[int]:
+    """Return where turns begin; nothing if texts have the tokens too."""
+    cuts = [position for position, token in enumerate(tokens) if token in turn_tokens]
     return cuts if len(cuts) <= num_messages + 2 else []  # a template adds a system turn and the generation prompt

@@ -1,22 +1,18 @@
-"""The fake vLLM server with chats, texts and other routes, and a proxy of it."""
+"""The fake vLLM server with chats, texts and other routes."""
 
 import asyncio
 import json
-import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from choreograph import Engine
 from choreograph.server.chat_prompt import ChatRenderer
-from choreograph.server.proxy import UpstreamProxy, check_upstream, create_proxy_app
-from choreograph.server.server_config import ProxyConfig
 from helpers.fake_vllm import FakeVllm, Refused, create_app
+from helpers.live_proxy import serving_app
 
 MODEL = "tiny"
 
@@ -168,37 +164,9 @@ def create_chat_app(server: ChatVllm) -> FastAPI:
 
 
 @contextmanager
-def serving_app(app: FastAPI) -> Iterator[str]:
-    """Serve an application on a free port; yield its URL."""
-    config = uvicorn.Config(app, port=0, log_level="warning", server_header=False, date_header=False)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
-    assert not thread.is_alive()
-
-
-@contextmanager
 def serving_chats(engine: Engine, *, holes: bool = True) -> Iterator[tuple[str, ChatVllm]]:
     """Serve a fake vLLM; yield its URL and its state."""
     server = ChatVllm(engine, holes=holes, max_model_len=engine.model_info.max_positions)
     with serving_app(create_chat_app(server)) as url:
         yield url, server
     engine.check()
-
-
-@contextmanager
-def serving_proxy(upstream: str, **options: Any) -> Iterator[tuple[str, UpstreamProxy]]:
-    """Serve a proxy; its store is checked at the end."""
-    config = ProxyConfig(upstream=upstream, **options)
-    app = create_proxy_app(config, has_holes=check_upstream(config))
-    with serving_app(app) as url:
-        yield url, app.state.proxy
-    app.state.proxy.store.check()

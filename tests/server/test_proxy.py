@@ -9,7 +9,8 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from helpers.fake_vllm_chat import MODEL, serving_chats, serving_proxy
+from helpers.fake_vllm_chat import MODEL, serving_chats
+from helpers.live_proxy import serving_proxy
 from helpers.live_server import make_engine
 from typer.testing import CliRunner
 

@@ -4,7 +4,7 @@ from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph.server.upstream_prompt import can_reuse, find_cuts, find_turn_token, read_prompt
+from choreograph.server.upstream_prompt import can_reuse, find_cuts, find_turn_tokens, read_prompt
 from choreograph.server.upstream_store import EntryStore, UpstreamEntry, UpstreamTenant
 
 KEY, OTHER = (UpstreamTenant("key", "", "m", workflow, ()) for workflow in ("a", "b"))
@@ -114,8 +114,8 @@ def test_prompts_of_text_alone_can_reuse():
 
 
 def test_cuts_are_where_turns_begin_unless_texts_have_their_token():
-    assert find_cuts([9, 1, 2, 9, 3, 9], 9, 1) == [0, 3, 5]
-    assert find_cuts([9, 1, 9, 9, 3, 9], 9, 1) == [] == find_cuts([1, 2], None, 1)
+    assert find_cuts([9, 1, 2, 8, 3, 9], {8, 9}, 1) == [0, 3, 5]
+    assert find_cuts([9, 1, 9, 9, 3, 9], {9}, 1) == [] == find_cuts([1, 2], (), 1)
 
 
 async def test_the_server_renders_what_a_prompt_is_made_of():
@@ -123,11 +123,12 @@ async def test_the_server_renders_what_a_prompt_is_made_of():
 
     async def tokenize(body):
         asked.append(body)
-        return [1, 2, 9, 3] if body.get("add_generation_prompt", True) else [1, 2]
+        turns = [token for message in body["messages"] for token in (5 if message["role"] == "user" else 6, 1)]
+        return [*turns, *([9, 3] if body.get("add_generation_prompt", True) else [])]
 
-    assert await find_turn_token({"model": "m"}, tokenize) == 9
+    assert await find_turn_tokens({"model": "m"}, tokenize) == {5, 9}
     chat = {"messages": [], "model": "m", "top_p": 1, "reasoning_effort": "low", "chat_template_kwargs": {"x": 1}}
-    assert await read_prompt(chat, tokenize) == [1, 2, 9, 3]
+    assert await read_prompt(chat, tokenize) == [9, 3]
     variables = {"reasoning_effort": "low", "enable_thinking": True, "x": 1}
     assert asked[-1] == {"messages": [], "model": "m", "chat_template_kwargs": variables}
     assert (
