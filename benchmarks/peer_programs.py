@@ -59,9 +59,9 @@ class Concatenated:
 
     def ask(self, calls: Calls, count: int) -> list[list[int]]:
         prompts = [[token for part in parts for token in part] + header for header, parts in calls]
-        outputs, times = self._engine.generate(prompts, count)
-        self.first_tokens += [column[0] for column in times]
-        return [[*header, *output] for (header, _), output in zip(calls, outputs, strict=True)]
+        generated = self._engine.generate(prompts, count)
+        self.first_tokens += [times[0] for times in generated.times]
+        return [[*header, *output] for (header, _), output in zip(calls, generated.tokens, strict=True)]
 
     def close(self) -> None:
         self._engine.reset()

@@ -1,15 +1,17 @@
-"""Child of `peer_engines.VLLM`: serves token ids with vLLM. Runs in vLLM's own environment, without this package."""
+"""Child of `peer_engines.VLLM`: serves token ids with vLLM. Runs in vLLM's own environment, without our engine."""
 
+import json
 import sys
 import time
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection
 from typing import Any
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    address, model, dtype = sys.argv[1:]
+    handle, model, dtype, connector = sys.argv[1:]
+    transfer = json.loads(connector)
     llm = LLM(
         model=model,
         dtype=dtype,
@@ -17,28 +19,32 @@ def main() -> None:
         max_num_batched_tokens=8192,
         max_num_seqs=64,
         enable_prefix_caching=True,
-        skip_tokenizer_init=True,
+        **({} if transfer is None else {"kv_transfer_config": transfer}),
     )
-    pipe = Client(address, "AF_UNIX")
+    pipe = Connection(int(handle))
     pipe.send("ready")
     serial = 0
     while (asked := pipe.recv()) is not None:
         if not asked:
-            llm.reset_prefix_cache()
+            if not llm.reset_prefix_cache(reset_connector=True):
+                raise RuntimeError("the prefix cache cannot be emptied: blocks are in use")
             pipe.send("reset")
             continue
-        prompts, count = asked
-        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-        pipe.send(_generate(llm.llm_engine, prompts, sampling, serial))
-        serial += len(prompts)
+        pipe.send(_generate(llm.llm_engine, *asked, serial))
+        serial += len(asked[0])
 
 
 def _generate(
-    engine: Any, prompts: list[list[int]], sampling: Any, serial: int
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Tokens of every prompt, and the seconds at which each token appeared."""
+    engine: Any, prompts: list[list[int]], count: int, transfers: list[dict[str, Any] | None], serial: int
+) -> tuple[list[list[int]], list[list[float]], int, list[dict[str, Any]]]:
+    """Return the fields of `peer_engines.Generated`."""
+    from vllm import SamplingParams
+
     began, tokens, times = time.perf_counter(), [[] for _ in prompts], [[] for _ in prompts]
-    for i, prompt in enumerate(prompts):
+    computed, reports = 0, [{} for _ in prompts]
+    for i, (prompt, transfer) in enumerate(zip(prompts, transfers, strict=True)):
+        extra = None if transfer is None else {"kv_transfer_params": transfer}
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra)
         engine.add_request(str(serial + i), {"prompt_token_ids": prompt}, sampling)
     while engine.has_unfinished_requests():
         outputs, now = engine.step(), time.perf_counter() - began
@@ -46,7 +52,12 @@ def _generate(
             i = int(output.request_id) - serial
             tokens[i] = list(output.outputs[0].token_ids)
             times[i] += [now] * (len(tokens[i]) - len(times[i]))
-    return tokens, times
+            if output.finished:
+                computed += len(prompts[i]) - (output.num_cached_tokens or 0)
+                reports[i] = output.kv_transfer_params or {}
+    if any(len(output) != count for output in tokens):
+        raise RuntimeError(f"answers of {[len(output) for output in tokens]} tokens instead of {count}: {reports}")
+    return tokens, times, computed, reports
 
 
 if __name__ == "__main__":

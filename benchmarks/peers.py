@@ -1,6 +1,6 @@
 """The engine against vLLM's CPU build, llama.cpp and Hugging Face: one model, the same prompts, counts and threads.
 
-All sides run in turns in one run. The first run installs vLLM into out/vllm. Weights are bfloat16; llama.cpp's are Q4_1,
+All sides run in turns in one run. The first run installs vLLM into .venv-vllm. Weights are bfloat16; llama.cpp's are Q4_1,
 the format of `quantization="int4"`, which is measured too. `--only decode` (or prefill, programs) measures a part and
 keeps the other results; `--rounds` sets how often. On processors without AVX-512 bfloat16 instructions, vLLM,
 Hugging Face and our eager engine compute in float32, which is faster for them there, and results are saved as `peers_avx2`.

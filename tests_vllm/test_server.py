@@ -7,13 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
+from helpers import message_graphs
+from helpers.hypothesis_profile import many
+from helpers.oracle_families import brute_force
+from hypothesis import HealthCheck, given, settings
 from reuse_graphs import Call, View, expected_rows, largest_difference
 from tiny_models import VOCABULARY, random_tokens
 from vllm_server import MODEL, VllmServer
 
+from choreograph import SamplingParams, connect
+
 TOLERANCE = 2e-4
 TEXTS = [random_tokens(seed, length) for seed, length in enumerate((70, 45, 33))]
 HEADER = random_tokens(9, 5)
+EVERYTHING = SamplingParams(temperature=0, logprobs=100, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +65,6 @@ def test_texts_in_any_order_equal_brute_force(server, tiny_model):
         calls.append(call)
         found.append({len(tokens) - 1: rows_of(answer)[0]})
     assert largest_difference(found, expected_rows(tiny_model("starts").model, calls)[3:]) < TOLERANCE
-
-
-def test_entries_that_are_missing_after_a_restart_are_an_error_until_they_are_stored_again(server):
-    store_texts(server, "restart")
-    tokens, reuse, _ = reading("restart", [1, 0])
-    before = rows_of(server.complete(tokens, reuse))
-    server.stop()
-    server.start()
-    reply = server.post("/v1/completions", prompt=tokens, max_tokens=1, kv_transfer_params={"choreograph": reuse})
-    assert reply.status_code == 500
-    names = ["restart-0", "restart-1", "restart-2"]
-    query = server.complete([0], {"query": names})["kv_transfer_params"]["choreograph"]
-    assert query["missing"] == names
-    store_texts(server, "restart")
-    assert np.abs(rows_of(server.complete(tokens, reuse)) - before).max() < TOLERANCE
 
 
 def test_a_stream_is_the_answer(server):
@@ -156,6 +148,62 @@ def test_disconnected_clients_leave_no_page(server):
     tokens, reuse, _ = reading("leave", [0, 1])
     report = server.complete(tokens, reuse)["kv_transfer_params"]["choreograph"]
     assert report["reused_tokens"] == len(tokens) - len(HEADER)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with connect(server.url, engine="vllm") as engine:
+        yield engine
+
+
+@settings(max_examples=many(24), deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(nodes=message_graphs.graphs())
+def test_sessions_of_the_client_equal_brute_force(nodes, client, tiny_model):
+    """Random message graphs by `prefill` and `decode`: default and given offsets, gaps, overlaps, forced tokens."""
+    last = list(range(len(nodes)))[-3:]
+    nodes = [*nodes, message_graphs.Node([1, 7, 2], last, [None] * len(last), generated=[0])]
+    with client.session(seed=0) as session:
+        messages = []
+        for node in nodes:
+            parents = [messages[index] for index in node.parents]
+            args = node.tokens, parents, node.offsets, node.position
+            if node.generated is None:
+                messages.append(session.prefill(*args))
+            else:
+                options = {"sampling": EVERYTHING, "footer": node.footer}
+                forced = {} if node is nodes[-1] else {"forced_tokens": node.generated}
+                messages.append(session.decode(*args, **options, **forced))
+        nodes[-1].generated = messages[-1].output_token_ids
+        expected = brute_force(tiny_model("starts").model, nodes, message_graphs.default_placements(nodes))
+        for node, message, rows in zip(nodes, messages, expected, strict=True):
+            assert len(message.logprobs or ()) == len(node.generated or ())
+            for i, entry in enumerate(message.logprobs or ()):
+                assert len(entry.top) == 100
+                row = rows[len(node.tokens) - 1 + i]
+                assert max(abs(row[token] - value) for token, value in entry.top.items()) < TOLERANCE
+
+
+def test_after_a_restart_entries_are_missing_and_sessions_compute_theirs_again(server, client):
+    def ask(session, *parents) -> list[int]:
+        return session.decode([5, 6], list(parents), sampling=EVERYTHING).output_token_ids
+
+    store_texts(server, "restart")
+    tokens, reuse, _ = reading("restart", [1, 0])
+    before = rows_of(server.complete(tokens, reuse))
+    with client.session(seed=0) as session:
+        first, second = session.prefill(TEXTS[0]), session.prefill(TEXTS[1])
+        third = session.prefill(TEXTS[2], [second])
+        answer = ask(session, third, first)
+        server.stop()
+        server.start()
+        assert ask(session, third, first) == answer
+    reply = server.post("/v1/completions", prompt=tokens, max_tokens=1, kv_transfer_params={"choreograph": reuse})
+    assert reply.status_code == 500
+    names = ["restart-0", "restart-1", "restart-2"]
+    query = server.complete([0], {"query": names})["kv_transfer_params"]["choreograph"]
+    assert query["missing"] == names
+    store_texts(server, "restart")
+    assert np.abs(rows_of(server.complete(tokens, reuse)) - before).max() < TOLERANCE
 
 
 def test_no_hook_of_the_connector_failed(server):

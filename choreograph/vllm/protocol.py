@@ -54,9 +54,9 @@ class ReuseParams(_Params):
     store: list[StoreParams] = []
     release: list[EntryName] = []
     query: list[EntryName] = []  # the answer lists those that are not stored
-    workflow: str | None = None
+    workflow: str | None = None  # entries are found only in the same workflow
     steps: dict[EntryName, Count] | Count | None = None  # to the next use of entries; one number: of all of the request
-    labels: list[str] = []
+    labels: list[str] = []  # entries are found only under the same labels
     repair: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0  # share of every reused run, its first tokens
 
     @property
