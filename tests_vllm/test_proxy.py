@@ -7,6 +7,8 @@ import pytest
 from helpers.live_proxy import serving_proxy
 from vllm_server import MODEL, VllmServer
 
+from choreograph.server.upstream_store import SOURCES
+
 LEFT, RIGHT = (
     "The old mill on the river has ground corn for the town.",
     "A ferry crosses twice a day, and once in winter.",
@@ -26,7 +28,7 @@ def server(tiny_model):
 @pytest.fixture
 def ask(server):
     """Return the answer of the proxy to messages, and its tokens by source."""
-    with serving_proxy(server.url) as (url, _):
+    with serving_proxy(server.url) as (url, proxy):
 
         def post(*messages, **body):
             options = {"model": MODEL, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -35,7 +37,7 @@ def ask(server):
             answer = reply.json()
             return answer["choices"][0]["message"], answer["usage"].get("choreography")
 
-        post.url = url
+        post.url, post.store = url, proxy.store
         yield post
 
 
@@ -60,10 +62,10 @@ def test_quotes_are_reused_and_a_full_repair_is_exact(server, ask):
 
 def test_a_chat_that_continues_is_exact_and_its_stream_is_the_servers(server, ask):
     chat = [SYSTEM, user(LEFT)]
-    for _ in range(3):
+    for text in (RIGHT, "How long is the way along the bank?", "Who painted that chapel?"):
         answer, sources = ask(*chat)
         assert answer == exact(server, *chat)
-        chat += [answer, user(RIGHT)]
+        chat += [answer, user(text)]
     assert sources["prefix_tokens"] > len(LEFT + RIGHT) and not sources["quoted_tokens"] + sources["message_tokens"]
 
     def stream(url, **options):
@@ -74,13 +76,15 @@ def test_a_chat_that_continues_is_exact_and_its_stream_is_the_servers(server, as
     assert stream(ask.url) == stream(server.url, **EXACT)
 
 
-def test_a_restart_of_the_server_is_not_seen(server, ask):
+def test_entries_that_are_gone_are_computed_again(server, ask):
     chats = [[SYSTEM, user(f"{n}: {LEFT}"), user(RIGHT)] for n in range(3)]
     answers = [ask(*chat)[0] for chat in chats]
-    server.stop()
-    server.start()
-    assert ask(*chats[2])[0] == answers[2]
-    assert ask(*chats[2])[1]["computed_tokens"] < 20
+    names = [name for tenant in ask.store._tenants.values() for name in tenant.entries]
+    reply = server.complete([0], {"mode": "exact", "release": names, "query": names})
+    assert len(reply["kv_transfer_params"]["choreograph"]["missing"]) == len(names)
+    again, sources = ask(*chats[0])
+    assert again == answers[0] and sources["computed_tokens"] == sum(sources[f"{s}_tokens"] for s in SOURCES)
+    assert ask(*chats[0])[1]["computed_tokens"] < 20
 
 
 def test_requests_that_fail_are_answered_as_by_the_server(server, ask):

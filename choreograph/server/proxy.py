@@ -7,11 +7,13 @@ server renders and tokenizes all prompts, so the proxy needs neither model nor t
 import asyncio
 import json
 import logging
+import string
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import httpx
 from fastapi import FastAPI, Request, Response
@@ -177,8 +179,13 @@ class UpstreamProxy:
     async def _relay(self, method: str, target: str, headers: Headers, content: bytes, reply: Reply) -> None:
         """Send a request and its answer on, byte by byte."""
         with self._reporting_failures(reply):
-            async with self.client.stream(method, target, headers=headers, content=content or None) as answer:
+            url = self.client.base_url.copy_with(raw_path=self._base_path + target.encode())
+            async with self.client.stream(method, url, headers=headers, content=content or None) as answer:
                 await reply.relay(answer)
+
+    @property
+    def _base_path(self) -> bytes:
+        return self.client.base_url.raw_path.rstrip(b"/")
 
     @contextmanager
     def _reporting_failures(self, reply: Reply) -> Iterator[None]:
@@ -216,7 +223,8 @@ class UpstreamProxy:
                     return
                 except PlanRefused as exc:
                     missing = await self._find_missing(call, plan) if plan.reused else []
-                    _logger.info("spans were refused, %d entries are missing: %s", len(missing), exc)
+                    level = logging.INFO if missing else logging.WARNING
+                    _logger.log(level, "spans were refused, %d entries are missing: %s", len(missing), exc)
                     self.store.drop(call.tenant, missing)
                     if not missing:
                         break
@@ -335,10 +343,15 @@ def _state_of(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _target(request: Request) -> str:
-    """Return path and query as the client wrote them."""
+    """Return path and query as the client wrote them.
+
+    A path that is an address would replace that of the server.
+    """
     path, query = request.scope["raw_path"].partition(b"?")[0], request.scope["query_string"]
     check_path(path)
-    return str((path + (b"?" + query if query else b"")).decode("ascii", "replace"))
+    if not path.startswith(b"/"):
+        raise ApiError(400, "The path is an address: send a path that begins with /.", code="invalid_value")
+    return quote(path + (b"?" + query if query else b""), safe=string.punctuation)
 
 
 def _headers(request: Request) -> Headers:

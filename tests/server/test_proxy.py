@@ -308,6 +308,24 @@ def test_other_requests_pass_unchanged(holes_pair):
     assert httpx.get(f"{holes_pair.url}/nothing").status_code == 404
 
 
+async def test_paths_never_lead_to_another_server(holes_pair):
+    port = int(holes_pair.url.rpartition(":")[2])
+    for target in (
+        b"http://127.0.0.1:1/health",
+        b"//127.0.0.1:1/x",
+        b"/\xc3\xa9?\xc3\xa9",
+        b"/a%20b",
+        b"*",
+        b"/%ff",
+        b"/%00",
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET " + target + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        status = int((await asyncio.wait_for(reader.read(), 20)).split()[1])
+        writer.close()
+        assert status in (400, 404), (target, status)
+
+
 def test_the_memory_is_bounded_and_evicted_entries_are_released(engine):
     with open_pair(engine, max_stored_tokens=150) as pair:
         for number in range(6):
