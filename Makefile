@@ -37,7 +37,7 @@ test-isa: $(READY)
 # Tests of choreograph.vllm against vLLM, in an environment of its own.
 test-vllm:
 	.ci/vllm_environment.sh --python $(PYTHON)
-	.venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm $(ARGS)
+	.venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile tests_vllm $(ARGS)
 
 test-all: $(READY)
 	CHOREOGRAPH_THOROUGH=1 $(BIN)/python -m pytest -m ''

@@ -1,4 +1,4 @@
-"""HTTP client of a vLLM server, in a thread with an event loop."""
+"""HTTP client of a vLLM server, with a thread for its loop."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ START = (
 )
 
 
-class RefusedError(RequestFailedError):
+class ServerRefusedError(RequestFailedError):
     """Request that the server ended with an error."""
 
     def __init__(self, message: str, *, may_lack_entries: bool) -> None:
@@ -58,7 +58,10 @@ class Completion:
 
 
 def _parse_logprobs(values: Mapping[str, Sequence[Any]], num_logprobs: int) -> list[TokenLogprob]:
-    """Return log-probabilities by token id; vLLM adds the sampled token to the likeliest."""
+    """Return log-probabilities by token id.
+
+    vLLM adds the sampled token to the likeliest.
+    """
 
     def token_id(name: str) -> int:
         return int(name.removeprefix("token_id:"))
@@ -71,7 +74,7 @@ def _parse_logprobs(values: Mapping[str, Sequence[Any]], num_logprobs: int) -> l
 
 
 class VllmClient:
-    """Client of one server; its coroutines run in a thread of their own.
+    """Client of one server, whose coroutines run in a thread.
 
     Args:
         timeout: seconds to wait for an answer, or for the next event of a stream.
@@ -115,7 +118,7 @@ class VllmClient:
         return sorted(models, key=lambda model: model.get("parent") is not None)
 
     async def query(self, body: Mapping[str, Any], names: Sequence[str]) -> tuple[set[str], bool]:
-        """Return the entries that are not stored, and whether the server computes holes.
+        """Return missing entries, and whether the server computes holes.
 
         Args:
             body: model and `cache_salt` of the entries.
@@ -138,7 +141,7 @@ class VllmClient:
             The answer, or the last event of the stream.
 
         Raises:
-            RefusedError: if the server answers with an error.
+            ServerRefusedError: if the server answers with an error.
             RequestFailedError: if the server cannot be reached.
         """
         num_logprobs = body.get("logprobs")
@@ -186,6 +189,11 @@ class VllmClient:
         return RequestFailedError(f"{self.url}: {exc or type(exc).__name__}")
 
 
+def identity(salt: str | None, model: str) -> dict[str, Any]:
+    """Return the fields that name the namespace of entries."""
+    return {"model": model} if salt is None else {"model": model, "cache_salt": salt}
+
+
 def control_body(body: Mapping[str, Any], **params: Any) -> dict[str, Any]:
     """Return a request that generates one token, for what its parameters do."""
     return {**body, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"choreograph": params}}
@@ -204,5 +212,5 @@ def _check_finished(result: Completion) -> None:
         raise _refusal(f"finish reason {result.finish_reason!r}", may_lack_entries=True)
 
 
-def _refusal(message: str | None, *, may_lack_entries: bool) -> RefusedError:
-    return RefusedError(f"the vLLM server refused a request: {message}", may_lack_entries=may_lack_entries)
+def _refusal(message: str | None, *, may_lack_entries: bool) -> ServerRefusedError:
+    return ServerRefusedError(f"the vLLM server refused a request: {message}", may_lack_entries=may_lack_entries)

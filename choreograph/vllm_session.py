@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .config import as_int
 from .engine.labels import OnLeak
@@ -27,7 +27,23 @@ from .namespace import Client
 from .outputs import BASE_MODEL, MODES, Mode
 from .utils import call_all
 from .vllm_client import VllmClient
-from .vllm_requests import VllmCore
+from .vllm_core import VllmCore
+
+
+class ServedModels(NamedTuple):
+    """Names of the models that a server has loaded."""
+
+    names: tuple[str, ...]
+    remote: tuple[str, ...] = ()
+
+    def weights_key(self, model: str) -> tuple[str, ...]:
+        return (model,)
+
+    def weights_group(self, model: str) -> str:
+        return model
+
+    def fingerprint(self, model: str) -> str:
+        return model
 
 
 class VllmEngine:
@@ -57,7 +73,7 @@ class VllmEngine:
         hf_model = SimpleNamespace(
             tokenizer=self.tokenizer, model_info=self.model_info, eos_token_ids=self._vocabulary.eos_token_ids
         )
-        self.core = VllmCore(self._client, hf_model, base["id"], self.models)
+        self.core = VllmCore(self._client, hf_model, ServedModels(self.models), base["id"])
 
     def session(
         self,
@@ -100,11 +116,11 @@ class VllmEngine:
         return session
 
     def describe(self) -> dict[str, Any]:
-        """Return what of the engine determines a result, for settings of an evaluation."""
+        """Return what of the engine determines a result."""
         return {"model": self.model_info.name, "engine": {"backend": "vllm"}}
 
     def clear_cache(self) -> None:
-        """Do nothing: vLLM keeps its prefix cache, and closed sessions have released their entries."""
+        """Do nothing: closed sessions have released their entries."""
 
     def run_until_idle(self) -> None:
         """Wait until every submitted request is finished."""
@@ -146,13 +162,8 @@ class VllmMessage(Message):
     export_kv, explain, pin, unpin = map(_needs_engine, ("export_kv", "explain", "pin", "unpin"))
     constrain, on_logprobs = map(_needs_engine, ("constrain", "on_logprobs"))
 
-    @property
-    def kv_location(self) -> str:
-        """ "store" if the connector holds the message, else "nowhere"."""
-        return "store" if self._core.is_stored(self._request) else "nowhere"  # type: ignore[attr-defined]
-
     def wait_encoded(self) -> "Message":
-        """Wait until the message is complete; its last tokens are computed when it is read."""
+        """Wait for the message; its last tokens are computed for readers."""
         return self.result()
 
     async def _await_result(self) -> "Message":
@@ -160,7 +171,7 @@ class VllmMessage(Message):
 
 
 class VllmSession(Session):
-    """Messages of one workflow on a vLLM server, with the calls of `Session`."""
+    """Messages of one workflow on vLLM, with the calls of `Session`."""
 
     message_type = VllmMessage
     import_message, import_kv, partial_prefill = map(_needs_engine, ("import_message", "import_kv", "partial_prefill"))

@@ -284,3 +284,47 @@ def test_a_plain_vllm_is_refused(monkeypatch):
         with pytest.raises(ConfigError, match="kv-transfer-config"):
             engine.session()
         assert engine.session(mode="prefix").decode([1], max_tokens=2, ignore_eos=True)
+
+
+def test_a_session_may_close_while_its_prefills_are_on_the_server():
+    with remote() as (engine, fake):
+        fake.delay = 0.05
+        with engine.session() as session:
+            messages = [session.prefill([1, 2])]
+            for _ in range(5):
+                messages.append(session.prefill([3, 4], messages[-2:], [7, 3][: len(messages)]))
+            messages[1].result()
+        assert not fake.names
+        assert len(fake.bodies) <= 10, "nothing is computed again for messages that are released"
+
+
+def test_requests_of_a_client_carry_its_name_as_salt():
+    with remote() as (engine, fake):
+        for client in ("default", "alice", "bob"):
+            with engine.session(client_id=client) as session:
+                session.decode([4], [session.prefill([1, 2, 3])], max_tokens=1).result()
+        assert {body.get("cache_salt") for body in fake.bodies} == {None, "alice", "bob"}
+        assert not fake.names, "names are released where they are stored"
+
+
+def test_the_key_of_the_server_is_sent_and_a_closed_engine_ends_its_requests():
+    with remote() as (engine, fake):
+        fake.delay = 0.3
+        session = engine.session()
+        answer = session.decode([1], max_tokens=4)
+        engine.close()
+        engine.close()
+        with pytest.raises((SessionClosedError, RequestFailedError)):
+            answer.result()
+        with pytest.raises(SessionClosedError):
+            session.prefill([1])
+
+
+def test_a_failed_parent_fails_its_readers():
+    with remote(max_model_len=20) as (engine, _), engine.session() as session:
+        parents = [session.prefill([1] * 8, new_offset=0) for _ in range(3)]
+        failed = session.decode([2], parents, [0, 0, 0], 8)
+        reader = session.decode([3], [failed], new_offset=0)
+        with pytest.raises(RequestFailedError, match="max-model-len"):
+            reader.result()
+        assert len(failed.parents) == 3 and isinstance(failed.error, RequestTooLargeError)

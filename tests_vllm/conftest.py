@@ -22,6 +22,8 @@ os.environ |= {
 import pytest
 from offline_engine import OfflineEngine
 from tiny_models import CHAT_TEMPLATES, CONFIGS, TinyModel, save, save_chat_model
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 gc.freeze()  # engines collect garbage when they start and stop: what was imported need not be searched
 
@@ -41,21 +43,36 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def start_engine(tiny_model):
-    """The factory of engines. One is alive at a time, because a worker's connector is global in its process.
+def _alive():
+    """The engine that is alive, by its arguments. There is one at a time: a worker's connector is global."""
+    engines: dict[str, OfflineEngine] = {}
+    yield engines
+    _stop(engines)
 
-    The engine that is alive is returned again if its arguments are equal, unless `fresh`.
-    """
-    alive: dict[str, OfflineEngine] = {}
+
+def _stop(engines: dict[str, OfflineEngine]) -> None:
+    while engines:
+        engines.popitem()[1].close()
+
+
+@pytest.fixture
+def stop_engines(_alive):
+    """No engine is alive; what the test starts in this process is gone after it."""
+    _stop(_alive)
+    yield
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="session")
+def start_engine(tiny_model, _alive):
+    """The factory of engines. The one that is alive is returned again if its arguments are equal, unless `fresh`."""
 
     def start(name: str = "llama", *, fresh: bool = False, **options) -> OfflineEngine:
         key = repr((name, sorted(options.items())))
-        if fresh or key not in alive:
-            while alive:
-                alive.popitem()[1].close()
-            alive[key] = OfflineEngine(tiny_model(name).folder, **options)
-        return alive[key]
+        if fresh or key not in _alive:
+            _stop(_alive)
+            _alive[key] = OfflineEngine(tiny_model(name).folder, **options)
+        return _alive[key]
 
-    yield start
-    while alive:
-        alive.popitem()[1].close()
+    return start

@@ -101,12 +101,32 @@ class OfflineEngine:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert not self.scheduler.requests
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
-        index, worker = self.scheduler.connector.scheduler.index, get_kv_transfer_group().worker
-        assert index.stored_uids() == worker.stored_uids
-        assert index.num_tokens == worker.num_tokens
+        index = self.scheduler.connector.scheduler.index
+        for uids, num_tokens in self.llm.collective_rpc(_stored_entries):
+            assert uids == index.stored_uids()
+            assert num_tokens == index.num_tokens
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def count_preemptions(engine: OfflineEngine, monkeypatch) -> list[str]:
+    """Return a list to which the ids of preempted requests are added."""
+    scheduler, preempted = engine.scheduler, []
+    preempt = scheduler._preempt_request
+
+    def note(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", note)
+    return preempted
+
+
+def _stored_entries(worker: Any) -> tuple[set[int], int]:
+    """Return what a worker stores; runs in its process."""
+    reuse_worker = get_kv_transfer_group().worker
+    return reuse_worker.stored_uids, reuse_worker.num_tokens
 
 
 def tokens_of(output: Any, choice: int = 0) -> list[int]:

@@ -6,7 +6,7 @@ import uuid
 import pytest
 from helpers.hypothesis_profile import many
 from hypothesis import HealthCheck, given, settings
-from offline_engine import BLOCK, OfflineEngine, Request, is_refused, logprobs_of, missing_of, report_of, tokens_of
+from offline_engine import BLOCK, Request, count_preemptions, is_refused, logprobs_of, missing_of, report_of, tokens_of
 from reuse_graphs import Call, View, expected_rows, graphs, largest_difference, run_graph
 from tiny_models import random_tokens, save_adapter
 from vllm.lora.request import LoRARequest
@@ -27,19 +27,6 @@ ENGINES = {
 def test_random_graphs_equal_brute_force(name, calls, start_engine, tiny_model):
     found = run_graph(start_engine(**ENGINES[name]), calls)
     assert largest_difference(found, expected_rows(tiny_model().model, calls)) < TOLERANCE
-
-
-def count_preemptions(engine: OfflineEngine, monkeypatch) -> list[str]:
-    """Return a list to which the ids of preempted requests are added."""
-    scheduler, preempted = engine.scheduler, []
-    preempt = scheduler._preempt_request
-
-    def note(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", note)
-    return preempted
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 32}, {"enable_prefix_caching": False}], ids=repr)

@@ -101,7 +101,7 @@ def open_engine(
     direct: str | None = None,
     vllm: str | None = None,
 ) -> Any:
-    """Return an engine over a model, with its adapters, or on a vLLM server.
+    """Return an engine over a model and adapters, or on vLLM.
 
     `adapter` is served as `FT`, `direct`, of a single call, as `direct FT`.
     Raises ConfigError if an adapter was trained for other stages, another workflow or other weights.

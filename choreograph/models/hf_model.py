@@ -103,7 +103,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 
 def find_eos_token_ids(tokenizer: Any, *configs: Any) -> list[int]:
-    """Return the tokens that end a message by configurations, tokenizer and chat template."""
+    """Return the tokens that end a message, perhaps repeated."""
     named: list[int] = []
     for place in (*configs, tokenizer):
         ids = getattr(place, "eos_token_id", None)

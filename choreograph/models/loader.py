@@ -127,7 +127,7 @@ class Vocabulary(NamedTuple):
 
 
 def load_vocabulary(model: str | None, tokenizer: Any = None) -> Vocabulary:
-    """Load what is needed of a model to send it tokens, without its weights.
+    """Load tokenizer and special tokens of a model, without its weights.
 
     Args:
         model: a name, folder or Hub id; None: `tokenizer` is all that is known.

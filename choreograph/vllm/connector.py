@@ -37,6 +37,7 @@ OPTIONS = {
     "store_gib": 4.0,  # memory of each worker for stored keys and values
     "store_device": "cpu",  # or "device": the memory of the GPU
     "min_message_tokens": 8,  # shorter messages are computed
+    "min_moved_tokens": 32,  # shorter messages are moved only before longer ones
     "architectures": [],  # more of them, whose layers all share one rotary embedding
     "allow_untested_version": False,
 }
@@ -74,6 +75,7 @@ class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
                 boundaries=boundaries,
                 can_compute_holes=can_compute_holes,
                 min_tokens=self._options["min_message_tokens"],
+                min_moved=self._options["min_moved_tokens"],
             )
 
     @property
@@ -138,6 +140,10 @@ class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: entries are read after the forward pass."""
+
+    def has_connector_metadata(self) -> bool:
+        """Return False: vLLM then calls no hook in every layer, and none has anything to do."""
+        return False
 
     def wait_for_save(self) -> None:
         if self._orders is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 HINT_SECONDS = 600.0  # after which steps to the next use are forgotten
+MAX_CONTEXTS = 4  # entries of equal tokens that are found by their content; the oldest is evicted
 MAX_TAIL = 8  # tokens at the end of a turn, its footer, that its entry may lack
 
 _uids = itertools.count(1)
@@ -21,6 +22,7 @@ class EntryScope(NamedTuple):
     salt: str | None  # `cache_salt` of the request: its tenant
     adapter: tuple[Any, ...]  # name, id and path of the LoRA adapter
     labels: tuple[str, ...]  # sorted
+    workflow: str | None = None
 
 
 @dataclass(eq=False)
@@ -65,7 +67,7 @@ class EntryIndex:
         self.num_evicted = 0
         self._records: OrderedDict[int, KVRecord] = OrderedDict()  # by uid
         self._names: dict[tuple[EntryScope, str], KVRecord] = {}
-        self._contents: dict[bytes, KVRecord] = {}
+        self._contents: dict[bytes, list[KVRecord]] = {}  # without names, one of each context
         self._released: list[int] = []  # uids that workers still hold
         self._orphans: dict[int, KVRecord] = {}  # pinned, no longer found
 
@@ -76,17 +78,20 @@ class EntryIndex:
         record = self._names.get((scope, name))
         return record if record is not None and record.is_stored else None
 
-    def find_turn(self, scope: EntryScope, tokens: Sequence[int]) -> KVRecord | None:
-        """Return the entry that holds a turn, or all of it but a short tail."""
+    def find_turn(self, scope: EntryScope, tokens: Sequence[int]) -> list[KVRecord]:
+        """Return the entries that hold a turn, or all of it but a short tail; longer ones first."""
         packed = pack_tokens(tokens)
-        for tail in range(min(MAX_TAIL, len(tokens) - 1) + 1):
-            record = self._contents.get(_digest(scope, packed[: len(packed) - 4 * tail]))
-            if record is not None and record.is_stored:
-                return record
-        return None
+        return [
+            record
+            for tail in range(min(MAX_TAIL, len(tokens) - 1) + 1)
+            for record in self._contents.get(_digest(scope, packed[: len(packed) - 4 * tail]), ())
+            if record.is_stored
+        ]
 
-    def has_content(self, scope: EntryScope, tokens: Sequence[int]) -> bool:
-        return _digest(scope, pack_tokens(tokens)) in self._contents
+    def has_content(self, record: KVRecord) -> bool:
+        """Return whether there is an entry of the same tokens in the same context."""
+        known = self._contents.get(_digest(record.scope, pack_tokens(record.tokens)), ())
+        return any(other.context.digest() == record.context.digest() for other in known)
 
     def reserve(self, record: KVRecord) -> bool:
         """Add an entry that a step is about to write; evict others for it.
@@ -108,7 +113,10 @@ class EntryIndex:
         if record.name is not None:
             self._names[record.scope, record.name] = record
         else:
-            self._contents[_digest(record.scope, pack_tokens(record.tokens))] = record
+            equal = self._contents.setdefault(_digest(record.scope, pack_tokens(record.tokens)), [])
+            equal.append(record)
+            if len(equal) > MAX_CONTEXTS:
+                self.remove(equal[0])
         return True
 
     def _victims(self, excess: int) -> list[KVRecord] | None:
@@ -156,7 +164,8 @@ class EntryIndex:
                 del self._names[record.scope, record.name]
         else:
             key = _digest(record.scope, pack_tokens(record.tokens))
-            if self._contents.get(key) is record:
+            self._contents[key].remove(record)
+            if not self._contents[key]:
                 del self._contents[key]
         self.version += 1
         if record.pins:
@@ -193,5 +202,5 @@ class EntryIndex:
         assert self.num_tokens <= self.capacity
         assert all(record.pins > 0 for record in self._orphans.values())
         assert all(record.pins >= 0 for record in held)
-        found = {record.uid for record in (*self._names.values(), *self._contents.values())}
-        assert found <= set(self._records)
+        found = [*self._names.values(), *itertools.chain(*self._contents.values())]
+        assert {record.uid for record in found} == set(self._records) and len(found) == len(self._records)

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 VERSION = 1
 FIELD = "choreograph"  # of `kv_transfer_params`
 
 ReuseKind = Literal["spans", "messages", "exact"]
 EntryName = Annotated[str, Field(min_length=1, max_length=256)]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Position = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class RefusedRequestError(ValueError):
@@ -28,7 +29,7 @@ class SpanParams(_Params):
     start: Count = 0  # first token of the entry
     stop: Count  # token of the entry that follows the last one
     at: Count  # index of the first token in the prompt
-    position: int | None = None  # of the first key, where token i of the prompt has position i; None: `at`
+    position: Position | None = None  # of the first key, where token i of the prompt has position i; None: `at`
 
 
 class StoreParams(_Params):
@@ -37,6 +38,12 @@ class StoreParams(_Params):
     entry: EntryName
     start: Count
     stop: Count | None = None  # None: up to the last token that has keys and values
+
+    @model_validator(mode="after")
+    def _check_range(self) -> "StoreParams":
+        if self.stop is not None and self.stop <= self.start:
+            raise ValueError(f"stop={self.stop} must be larger than start={self.start}")
+        return self
 
 
 class ReuseParams(_Params):
@@ -47,9 +54,9 @@ class ReuseParams(_Params):
     store: list[StoreParams] = []
     release: list[EntryName] = []
     query: list[EntryName] = []  # the answer lists those that are not stored
-    workflow: str | None = None
+    workflow: str | None = None  # entries are found only in the same workflow
     steps: dict[EntryName, Count] | Count | None = None  # to the next use of entries; one number: of all of the request
-    labels: list[str] = []
+    labels: list[str] = []  # entries are found only under the same labels
     repair: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0  # share of every reused run, its first tokens
 
     @property

@@ -120,7 +120,7 @@ class PlanBuilder:
     def reuse(self, record: KVRecord, source: int, length: int, position: int) -> None:
         """Reuse tokens of an entry from here on."""
         run = ReusedRun(self.end, length, record, source, position)
-        if not self._continues(run):
+        if not self._is_continuation(run):
             num_repaired = math.ceil(self._repair * length)
             self.compute(self.end + num_repaired)
             rest = length - num_repaired
@@ -132,15 +132,18 @@ class PlanBuilder:
             return
         self.plan.has_holes |= run.at != reused_end
         self.plan.runs.append(run)
-        if self._continues(run):
+        if self._is_continuation(run):
             self.compute(run.stop)
             return
         self._jumps.append(run)
         self._context.update(_JUMP + _place(run))
         self.end = run.stop
 
-    def _continues(self, run: ReusedRun) -> bool:
-        """Return whether the entry is what computing its tokens here would give."""
+    def continues(self, record: KVRecord, position: int) -> bool:
+        """Return whether an entry is what computing its tokens here would give."""
+        return self._is_continuation(ReusedRun(self.end, len(record), record, 0, position))
+
+    def _is_continuation(self, run: ReusedRun) -> bool:
         if run.position != run.at or run.shift != 0:
             return False
         context = run.record.context.copy()
@@ -225,23 +228,33 @@ def plan_messages(
     index: EntryIndex,
     builder: PlanBuilder,
     min_tokens: int,
+    min_moved: int,
 ) -> None:
     """Plan a chat whose turns are found by their content.
 
     Args:
         bounds: index of the first token of each turn, in order; the last turn is the header of the answer.
-        min_tokens: shorter turns are computed.
+        min_tokens: shorter turns are computed, and not stored.
+        min_moved: shorter turns are moved only before longer ones, where computing them would cost a step.
     """
-    used: set[int] = set()
-    for start, stop in zip(bounds, [*bounds[1:], len(tokens)], strict=True):
-        turn, context = tokens[start:stop], builder.context
+    ranges = list(zip(bounds, [*bounds[1:], len(tokens)], strict=True))
+    found = [
+        index.find_turn(scope, tokens[start:stop]) if min_tokens <= stop - start and stop < len(tokens) else []
+        for start, stop in ranges
+    ]
+    last_long = max(
+        (i for i, (records, (a, b)) in enumerate(zip(found, ranges, strict=True)) if records and b - a >= min_moved),
+        default=-1,
+    )
+    for i, (start, stop) in enumerate(ranges):
+        context, records = builder.context, found[i]
+        record = next((record for record in records if builder.continues(record, start)), None)
+        if record is None and records and i <= last_long:
+            record = records[0]
+        if record is not None:
+            builder.reuse(record, 0, len(record), start)
         if stop == len(tokens):
             builder.save(start, None, None, context)
-        elif len(turn) >= min_tokens:
-            record = index.find_turn(scope, turn)
-            if record is not None and record.uid not in used:
-                used.add(record.uid)
-                builder.reuse(record, 0, len(record), start)
-            if record is None or len(record) < len(turn):
-                builder.save(start, stop, None, context).replaces = record
+        elif stop - start >= min_tokens and (record is None or len(record) < stop - start):
+            builder.save(start, stop, None, context).replaces = record
         builder.compute(stop)

@@ -46,6 +46,7 @@ class ReuseScheduler:
         boundaries: of turns; None: mode `messages` reuses nothing.
         can_compute_holes: whether the model runner takes the number of computed tokens from the scheduler.
         min_tokens: shorter turns of chats are computed.
+        min_moved: shorter turns of chats are moved only before longer ones.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class ReuseScheduler:
         boundaries: TurnBoundaries | None,
         can_compute_holes: bool,
         min_tokens: int,
+        min_moved: int,
     ) -> None:
         self.index = EntryIndex(capacity)
         self._block_size, self._default_mode = block_size, default_mode
-        self._boundaries, self._min_tokens = boundaries, min_tokens
+        self._boundaries, self._min_tokens, self._min_moved = boundaries, min_tokens, min_moved
         self._can_compute_holes = can_compute_holes
         self._tracked: dict[str, _TrackedRequest] = {}
         self._admitted: list[_TrackedRequest] = []  # since the last step, with tokens to load
@@ -77,7 +79,7 @@ class ReuseScheduler:
         mode = params.mode or ("spans" if params.is_explicit else self._default_mode)
         lora = request.lora_request
         adapter = () if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        scope = EntryScope(request.cache_salt, adapter, tuple(sorted(set(params.labels))))
+        scope = EntryScope(request.cache_salt, adapter, tuple(sorted(set(params.labels))), params.workflow)
         tracked = _TrackedRequest(request, scope, params, mode, request.cache_salt, refusal=refusal)
         self._tracked[request.request_id] = tracked
         sampling = request.sampling_params
@@ -120,7 +122,7 @@ class ReuseScheduler:
         elif tracked.mode == "messages" and self._boundaries is not None:
             bounds = self._boundaries.split(tokens)
             if len(bounds) > 1:
-                plan_messages(tokens, bounds, tracked.scope, self.index, builder, self._min_tokens)
+                plan_messages(tokens, bounds, tracked.scope, self.index, builder, self._min_tokens, self._min_moved)
         plan = builder.finish()
         for run in plan.runs:
             self.index.pin(run.record)
@@ -256,10 +258,8 @@ class ReuseScheduler:
         if known is not None and known.tokens == tokens and known.context.digest() == save.context.digest():
             tracked.stored.append(save.name or "")
             return None
-        if save.name is None and self.index.has_content(tracked.scope, tokens):
-            return None
         record = KVRecord(tracked.scope, tokens, save.start, save.context, save.name)
-        if not tokens or not self.index.reserve(record):
+        if not tokens or (save.name is None and self.index.has_content(record)) or not self.index.reserve(record):
             return None
         self.index.mark_stored(record)
         if isinstance(tracked.params.steps, int):

@@ -18,12 +18,12 @@ def plan_chat(index: EntryIndex, turns: list[list[int]], *, repair: float = 0.0,
     tokens = [token for turn in turns for token in turn]
     bounds = [sum(map(len, turns[:i])) for i in range(len(turns))]
     builder = PlanBuilder(tokens, SCOPE, repair=repair, can_compute_holes=holes)
-    plan_messages(tokens, bounds, SCOPE, index, builder, min_tokens=2)
+    plan_messages(tokens, bounds, SCOPE, index, builder, min_tokens=2, min_moved=5)
     plan = builder.finish()
     for save in plan.saves:
         if save.stop is not None:
             record = KVRecord(SCOPE, tuple(tokens[save.start : save.stop]), save.start, save.context)
-            if index.reserve(record):
+            if not index.has_content(record) and index.reserve(record):
                 index.mark_stored(record)
     index.check()
     return plan
@@ -59,6 +59,23 @@ def test_a_chat_that_goes_on_after_moved_messages_keeps_their_identity():
     first = plan_chat(index, [turn(2), turn(1), turn(3), HEADER])
     second = plan_chat(index, [turn(2), turn(1), turn(3), turn(4), HEADER])
     assert second.num_reused == 18 and second.salt(None) == first.salt(None)
+
+
+def test_a_short_message_is_computed_where_nothing_is_gained_by_moving_it():
+    """Two chats in which a user says the same thanks stay exact; before a moved message it is moved too."""
+    index, thanks = EntryIndex(1000), turn(9, 2)
+    plan_chat(index, [turn(1), turn(2), thanks, HEADER])
+    for _ in range(2):
+        plan = plan_chat(index, [turn(3), thanks, HEADER])
+        assert plan.places is None
+    assert plan.num_reused == 9  # the second chat finds its own
+    assert plan_chat(index, [thanks, turn(2), HEADER]).num_reused == 9
+
+
+def test_an_equal_message_twice_in_a_prompt_is_reused_twice():
+    index = EntryIndex(1000)
+    plan_chat(index, [turn(1), HEADER])
+    assert [run.at for run in plan_chat(index, [turn(1), turn(1), HEADER]).runs] == [0, 6]
 
 
 def test_plans_with_holes_never_share_blocks():
