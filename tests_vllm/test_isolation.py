@@ -24,13 +24,15 @@ def run_scenario(engine: OfflineEngine, *, reuse: bool) -> list:
         store = [{"entry": f"text-{i}", "start": 0, "stop": len(text)}]
         engine.run(Request(text, {"store": store} if reuse else None))
     for order in ORDERS if reuse else []:
+        # Moved by 7, so that no span continues its prompt exactly, which would be a hit of the prefix cache.
         spans, at = [], 0
         for i in order:
-            # moved by 7, so that no span continues its prompt exactly, which would be a hit of the prefix cache
             spans.append({"entry": f"text-{i}", "start": 0, "stop": len(TEXTS[i]), "at": at, "position": at + 7})
             at += len(TEXTS[i])
-        (output,) = engine.run(Request(prompt_in(order), {"spans": spans}, max_tokens=40))
-        assert output.outputs[0].finish_reason == "length"
+        prompt = prompt_in(order)
+        readers = [{"spans": spans}, {"spans": spans, "repair": 0.3}, {"spans": [spans[0], spans[2]]}]
+        for output in engine.run(*(Request(prompt, reader, max_tokens=40) for reader in readers)):
+            assert output.outputs[0].finish_reason == "length"
     return engine.run(*(Request(prompt_in(order), max_tokens=8) for order in ORDERS))
 
 
