@@ -151,7 +151,11 @@ def chat(side: Side) -> None:
     histories: list[list[Any]] = [[instructions] for _ in range(CHATS)]
     for i in range(TURNS):
         end = _template_tokens("<|im_end|>\n") if i else []  # of the answer before
-        calls = [(end + question(60, seed=250 + CHATS * i + j), history) for j, history in enumerate(histories)]
+        calls = []
+        for j, history in enumerate(histories):
+            seed = 250 + CHATS * i + j
+            # answers begin with given tokens: those to random questions are often equal, and would be one message
+            calls.append(([*end, *question(60, seed), *random_tokens(4, seed=500 + seed)], history))
         for history, answer in zip(histories, side.ask(calls, 48), strict=True):
             history.append(answer)
 
