@@ -73,6 +73,8 @@ def test_equal_prompts_with_other_placements_share_no_blocks(start_engine, tiny_
         ({"salt": None}, {"salt": "a"}),
         ({"labels": ["secret"]}, {"labels": []}),
         ({"labels": ["secret", "legal"]}, {"labels": ["secret"]}),
+        ({"workflow": "w"}, {"workflow": None}),
+        ({"workflow": "w"}, {"workflow": "v"}),
         ({"salt": "a", "labels": ["secret"]}, {"salt": "b", "labels": ["secret"]}),
     ],
 )
@@ -80,8 +82,8 @@ def test_namespaces_share_no_entries(ours, theirs, start_engine, tiny_model):
     engine = start_engine()
 
     def request(namespace: dict, tokens: list[int], reuse: dict) -> Request:
-        labels = namespace.get("labels")
-        return Request(tokens, reuse | ({"labels": labels} if labels else {}), salt=namespace.get("salt"))
+        fields = {name: value for name, value in namespace.items() if name != "salt" and value}
+        return Request(tokens, reuse | fields, salt=namespace.get("salt"))
 
     text, other, name = random_tokens(20, 50), random_tokens(21, 50), f"shared-{ours}-{theirs}"[:200]
     store = {"store": [{"entry": name, "start": 0, "stop": 50}]}

@@ -2,6 +2,7 @@
 
 import random
 import string
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from reuse_graphs import OraclePrompt
 from tiny_models import CHAT_TEMPLATES
 
 TOLERANCE = 2e-4
-MIN_TOKENS, MAX_TAIL = 8, 8  # shorter turns are computed; tokens at the end of a turn that its entry may lack
+MIN_TOKENS = 8  # shorter turns are computed, and not stored
+MIN_MOVED = 32  # shorter turns are moved only before longer ones
+MAX_TAIL = 8  # tokens at the end of a turn that its entry may lack
+MAX_CONTEXTS = 4  # entries of equal turns in other contexts
 LETTERS = char_tokenizer.tokenizer().convert_tokens_to_ids(list(string.ascii_letters + " .,"))
 ANSWER = (("allowed_token_ids", LETTERS),)  # no special token, which would be the boundary of a turn
 
@@ -27,39 +31,61 @@ def decode(tokens: list[int]) -> str:
     return char_tokenizer.tokenizer().decode(tokens)
 
 
+@dataclass(eq=False)
+class StoredTurn:
+    """A turn that the server stores."""
+
+    tokens: list[int]
+    rows: list[int]  # of the oracle
+    start: int
+    context: object  # all that its first token sees
+
+
 class ChatOracle:
-    """What the server stores, worked out by the test, and the rows that follow from it."""
+    """What the server stores and reads, worked out by the test, and the rows that follow from it."""
 
     def __init__(self) -> None:
         self.graph = Graph()
-        self._entries: dict[tuple[int, ...], list[int]] = {}  # rows by tokens
+        self._entries: list[StoredTurn] = []
 
-    def _find(self, turn: list[int]) -> tuple[int, ...] | None:
+    def _find(self, turn: list[int]) -> list[StoredTurn]:
         lengths = range(len(turn), max(0, len(turn) - MAX_TAIL - 1), -1)
-        return next((tuple(turn[:n]) for n in lengths if tuple(turn[:n]) in self._entries), None)
+        return [entry for n in lengths for entry in self._entries if entry.tokens == turn[:n]]
 
     def chat(self, turns: list[list[int]], answer: list[int]) -> tuple[OraclePrompt, int]:
         """Return the rows of a chat whose last turn is the opening of the answer, and how many tokens are reused."""
-        prompt, used, saved, num_reused, start = OraclePrompt(self.graph), set(), [], 0, 0
-        for turn in turns[:-1]:
-            known = self._find(turn) if len(turn) >= MIN_TOKENS else None
-            is_reused = known is not None and known not in used
-            if is_reused:
-                used.add(known)
-                prompt.view(self._entries[known])
-                num_reused += len(known)
-            prompt.compute(turn[len(known) if is_reused else 0 :])
-            if len(turn) >= MIN_TOKENS and (known is None or len(known) < len(turn)):
-                saved.append((tuple(turn), start, known))
+        prompt, context, start, num_reused = OraclePrompt(self.graph), [], 0, 0
+        found = [self._find(turn) if len(turn) >= MIN_TOKENS else [] for turn in turns[:-1]]
+        movable = max((i for i, entries in enumerate(found) if entries and len(turns[i]) >= MIN_MOVED), default=-1)
+        stored: list[tuple[StoredTurn, StoredTurn | None]] = []
+        for i, (turn, entries) in enumerate(zip(turns[:-1], found, strict=True)):
+            exact = [entry for entry in entries if entry.start == start and entry.context == context]
+            entry = (exact or (entries if i <= movable else []) or [None])[0]
+            length = len(entry.tokens) if entry else 0
+            prompt.view(entry.rows if entry else [])
+            prompt.compute(turn[length:])
+            if len(turn) >= MIN_TOKENS and length < len(turn):
+                seen = object() if entry and not exact else context  # a moved part is no continuation of anything
+                stored.append((StoredTurn(turn, prompt.rows(start, start + len(turn)), start, seen), entry))
+            context = context + (turn if exact or not entry else [(entry, start), *turn[length:]])
+            num_reused += length
             start += len(turn)
         prompt.compute(turns[-1] + answer)
-        for turn, at, replaced in saved:
-            self._entries.setdefault(turn, prompt.rows(at, at + len(turn)))
-            if replaced is not None:
-                self._entries.pop(replaced, None)
-        written = tuple(turns[-1] + answer[:-1])
-        self._entries.setdefault(written, prompt.rows(start, start + len(written)))
+        written = turns[-1] + answer[:-1]
+        stored.append((StoredTurn(written, prompt.rows(start, start + len(written)), start, context), None))
+        for entry, replaced in stored:
+            self._store(entry, replaced)
         return prompt, num_reused
+
+    def _store(self, entry: StoredTurn, replaced: StoredTurn | None) -> None:
+        equal = [other for other in self._entries if other.tokens == entry.tokens]
+        if any(other.context == entry.context for other in equal):
+            return
+        if len(equal) == MAX_CONTEXTS:
+            self._entries.remove(equal[0])
+        self._entries.append(entry)
+        if replaced in self._entries:
+            self._entries.remove(replaced)
 
 
 @pytest.mark.parametrize("template", CHAT_TEMPLATES)

@@ -19,6 +19,7 @@ from . import (
     common,
     explain_command,
     prompt_cache_commands,
+    proxy_command,
     reuse_commands,
     serve_command,
     step_graph_commands,
@@ -47,6 +48,7 @@ app.command()(train_commands.trace)
 app.command()(train_commands.train)
 app.command()(explain_command.explain)
 app.command()(serve_command.serve)
+app.command()(proxy_command.proxy)
 
 
 @app.command()

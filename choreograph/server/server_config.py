@@ -53,6 +53,24 @@ class ServerConfig:
             raise ConfigError("api_keys: a key has fewer than 8 characters: use a longer one")
 
 
+@validated()
+class ProxyConfig:
+    """Options of the proxy of a vLLM server."""
+
+    upstream: str  # address of the server, as http://127.0.0.1:8000
+    api_key: str | None = None  # that the check at start sends; clients send their own
+    repair: Annotated[float, Field(ge=0, le=1)] = (
+        0.0  # share of reused tokens to compute again, of requests without one
+    )
+    max_stored_tokens: NonNegativeInt = 1 << 20  # tokens of entries that are remembered, of all tenants
+    max_body_bytes: PositiveInt = 64 << 20  # of a request; larger ones are answered with 413
+
+    def __post_init__(self) -> None:
+        if not self.upstream.startswith(("http://", "https://")):
+            raise ConfigError(f"upstream={self.upstream!r}: use an address like http://127.0.0.1:8000")
+        object.__setattr__(self, "upstream", self.upstream.rstrip("/").removesuffix("/v1"))
+
+
 def read_api_keys(path: Path) -> tuple[str, ...]:
     """Read API keys, one a line, without comments (#)."""
     lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())

@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from .kv_pages import UnsupportedCacheError
-from .protocol import ReuseKind
+from .reuse_params import ReuseKind
 from .reuse_scheduler import ReuseScheduler
 from .step_metadata import StepOrders
 from .turn_boundaries import TurnBoundaries
@@ -44,7 +44,7 @@ OPTIONS = {
 
 
 class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stores keys and values of messages and places them at any position in later requests.
+    """Reuses keys and values of messages at any position of requests.
 
     The scheduler's half plans requests and orders what the worker's half reads and writes; each process has one.
     """
@@ -127,7 +127,7 @@ class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = ReuseWorker(layers, kv_caches, self._block_size, self._options["store_device"])
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Carry out the orders of a step; vLLM calls this before the forward pass."""
+        """Carry out the orders that come before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._orders = connector_metadata
         self.worker.before_forward(connector_metadata)
@@ -142,7 +142,7 @@ class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: entries are read after the forward pass."""
 
     def has_connector_metadata(self) -> bool:
-        """Return False: vLLM then calls no hook in every layer, and none has anything to do."""
+        """Return False, so that vLLM calls no hook in every layer."""
         return False
 
     def wait_for_save(self) -> None:
@@ -158,7 +158,7 @@ class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _reuse_mode(mode: str, vllm_config: Any) -> tuple[ReuseKind, TurnBoundaries | None]:
-    """Return the mode of plain requests, and the turn boundaries that `messages` needs."""
+    """Return the mode of plain requests, and the boundaries of turns."""
     if mode not in ("messages", "spans", "exact"):
         raise ValueError(f"kv_connector_extra_config: mode={mode!r}, use 'messages', 'spans' or 'exact'")
     if vllm_config.model_config.skip_tokenizer_init:
@@ -172,7 +172,7 @@ def _reuse_mode(mode: str, vllm_config: Any) -> tuple[ReuseKind, TurnBoundaries 
 
 
 def _check_support(vllm_config: Any, kv_cache_config: Any, options: dict[str, Any]) -> None:
-    """Raise an error for what cannot be done right, before a request comes."""
+    """Raise an error for what the connector cannot do."""
 
     def refuse(reason: str) -> None:
         raise UnsupportedCacheError(f"ChoreographConnector: {reason}")

@@ -1,4 +1,4 @@
-"""Index of stored keys and values: which entries exist, who may read them, which is evicted."""
+"""Index of stored keys and values, by name and by content."""
 
 import hashlib
 import itertools
@@ -79,7 +79,7 @@ class EntryIndex:
         return record if record is not None and record.is_stored else None
 
     def find_turn(self, scope: EntryScope, tokens: Sequence[int]) -> list[KVRecord]:
-        """Return the entries that hold a turn, or all of it but a short tail; longer ones first."""
+        """Return entries of a turn, perhaps without its end; longer ones first."""
         packed = pack_tokens(tokens)
         return [
             record
@@ -89,12 +89,12 @@ class EntryIndex:
         ]
 
     def has_content(self, record: KVRecord) -> bool:
-        """Return whether there is an entry of the same tokens in the same context."""
+        """Return whether an entry has the same tokens and context."""
         known = self._contents.get(_digest(record.scope, pack_tokens(record.tokens)), ())
         return any(other.context.digest() == record.context.digest() for other in known)
 
     def reserve(self, record: KVRecord) -> bool:
-        """Add an entry that a step is about to write; evict others for it.
+        """Add an entry that a step will write; evict others.
 
         Returns False if it does not fit with what is in use.
         """
@@ -120,7 +120,7 @@ class EntryIndex:
         return True
 
     def _victims(self, excess: int) -> list[KVRecord] | None:
-        """Return entries to evict: least recently used, then those that are needed last."""
+        """Return entries to evict: least recently used, then needed last."""
         now, victims = time.monotonic(), list[KVRecord]()
         free = [record for record in self._records.values() if record.is_stored and not record.pins]
         hinted = [record for record in free if record.steps is not None and now - record.hinted < HINT_SECONDS]

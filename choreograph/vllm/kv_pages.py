@@ -1,4 +1,4 @@
-"""Pages of vLLM's KV cache: reading and writing keys and values, and rotating keys."""
+"""Reads pages of vLLM's KV cache, and rotates keys."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ _BASE = 128  # digits that every floating-point format of a cache holds exactly
 
 
 class UnsupportedCacheError(ValueError):
-    """The KV cache of a model cannot be read, or its keys cannot be rotated."""
+    """KV cache that cannot be read, or keys that cannot be rotated."""
 
 
 class Rotary:
@@ -45,7 +45,7 @@ class Rotary:
 
     @classmethod
     def of_embedding(cls, rope: Any) -> "Rotary":
-        """Return the rotation of one of vLLM's rotary embeddings, after comparing it with its table."""
+        """Return the rotation of a rotary embedding, checked against its table."""
         kind = type(rope).__name__
         is_neox = getattr(rope, "is_neox_style", True)
         if kind in ("RotaryEmbedding", "Llama3RotaryEmbedding"):
@@ -71,7 +71,7 @@ class Rotary:
     def tables(
         self, shifts: Sequence[int], device: torch.device
     ) -> tuple[Float[torch.Tensor, "T 1 half"], Float[torch.Tensor, "T 1 half"]] | None:
-        """Return cosines and sines that rotate each token by its number of positions; None if all are 0."""
+        """Return cosines and sines of shifts; None if all are 0."""
         if not any(shifts):
             return None
         angles = torch.tensor(shifts, dtype=torch.float64)[:, None, None] * self._inv_freq
@@ -139,7 +139,7 @@ class PageReader:
         return places
 
     def _as_strides(self, places: torch.Tensor) -> tuple[int, tuple[int, int, int]] | None:
-        """Return offset and strides of a layout that is strided; None for others."""
+        """Return offset and strides of a layout; None without strides."""
         grid = places.view(self._block_size, self._num_heads, self._head_size).cpu()
         offset = int(grid.flatten()[0])
 
@@ -164,7 +164,7 @@ class PageReader:
     def read(
         self, cache: torch.Tensor, pages: "PageRange"
     ) -> tuple[Float[torch.Tensor, "T G D"], Float[torch.Tensor, "T G D"]]:
-        """Return keys and values of the tokens in some pages of one layer."""
+        """Return keys and values of tokens in one layer."""
         keys, values = (self._gather(cache, pages.ids, kind)[pages.skip : pages.skip + pages.length] for kind in (0, 1))
         return keys, values
 
@@ -180,6 +180,6 @@ class PageReader:
 
 
 def slots_of(block_ids: Sequence[int], block_size: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return the slots of the tokens of ranges [start, stop) of a request."""
+    """Return the slots of token ranges of a request."""
     tokens = torch.cat([torch.arange(start, stop) for start, stop in ranges])
     return torch.tensor(block_ids)[tokens // block_size] * block_size + tokens % block_size

@@ -1,4 +1,4 @@
-"""ASGI middleware of vLLM's server: refuses reuse that cannot be done, with the reason.
+"""ASGI middleware of vLLM's server that refuses wrong reuse.
 
 vllm serve ... --middleware choreograph.vllm.RequestChecks
 
@@ -9,7 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from .protocol import FIELD, RefusedRequestError, parse_params
+from .reuse_params import FIELD, RefusedRequestError, parse_params
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -45,7 +45,7 @@ class RequestChecks:
 
 
 def _refusal(body: bytes) -> str | None:
-    """Return why a request is refused; None for requests that vLLM checks itself."""
+    """Return why a request is refused; None if it is not."""
     try:
         request = json.loads(body)
         params = request["kv_transfer_params"]

@@ -1,4 +1,4 @@
-"""Plan of one request: which prompt tokens are reused, and which identity their blocks have.
+"""Plan of one request: reused tokens, and the salt of blocks.
 
 All reused tokens of a call are earlier in its prompt than what is computed, so vLLM's own positions and causal
 attention give the semantics of any placement: only the rotation of a key relative to its reader counts.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .entry_index import EntryIndex, EntryScope, KVRecord, pack_tokens
-from .protocol import RefusedRequestError, ReuseParams
+from .reuse_params import RefusedRequestError, ReuseParams
 
 _JUMP = b"\xff\xff\xff\xff"  # no token; starts the description of a placement
 
@@ -185,7 +185,7 @@ def plan_spans(
     end = 0
 
     def advance(stop: int, record: KVRecord | None = None, source: int = 0, position: int = 0) -> None:
-        """Plan the tokens up to `stop`, with the contexts of the stores that begin among them."""
+        """Plan the tokens up to `stop`, and stores that begin there."""
         first = builder.end
         for cut in [*(store.start for store in stores if first < store.start < stop), stop]:
             done = builder.end - first

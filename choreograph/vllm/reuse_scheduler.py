@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: plans requests, orders loads and saves, owns the index."""
+"""Scheduler's half of the connector: plans requests, owns the index."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from .entry_index import EntryIndex, EntryScope, KVRecord
-from .protocol import FIELD, VERSION, RefusedRequestError, ReuseKind, ReuseParams, parse_params
+from .reuse_params import FIELD, VERSION, RefusedRequestError, ReuseKind, ReuseParams, parse_params
 from .reuse_plan import PlanBuilder, PlannedSave, ReusePlan, plan_messages, plan_spans
 from .step_metadata import LoadOrder, LoadPiece, SaveOrder, StepOrders
 from .turn_boundaries import TurnBoundaries
@@ -140,7 +140,7 @@ class ReuseScheduler:
     # -- admission ------------------------------------------------------------------------------------------
 
     def count_reused(self, request: Any, num_local: int) -> tuple[int | None, bool]:
-        """Return the tokens to load behind `num_local` that are in the prefix cache, and whether later."""
+        """Return how many tokens follow `num_local` cached ones, and whether later."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return 0, False
@@ -208,7 +208,7 @@ class ReuseScheduler:
         return orders
 
     def _advance(self, tracked: _TrackedRequest, output: Any, start: int) -> int:
-        """Skip reused tokens at the start of a step, and end it before the next ones.
+        """Skip reused tokens; end the step before the next ones.
 
         Returns the first token that the step computes.
         """
@@ -273,7 +273,7 @@ class ReuseScheduler:
     # -- the end --------------------------------------------------------------------------------------------
 
     def finish(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether the pages of a request are still read, and what its answer reports.
+        """Return whether pages are still read, and the answer's report.
 
         A request that a stop string ends is aborted by vLLM's front end, so aborted ones are stored too.
         """

@@ -1,4 +1,4 @@
-"""The worker's half of the connector: stores keys and values, and writes them into pages."""
+"""Worker's half of the connector: stores and loads keys and values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -89,7 +89,10 @@ class ReuseWorker:
         self._entries[order.uid] = keys, values
 
     def _verify(self, tokens: tuple[int, ...], keys: torch.Tensor) -> None:
-        """Check the rotation once: keys of the first layer depend on token and position alone."""
+        """Check the rotation, once, by a token at two positions.
+
+        Keys of the first layer depend on token and position alone.
+        """
         first: dict[int, int] = {}
         for i, token in enumerate(tokens):
             j = first.setdefault(token, i)
@@ -109,7 +112,7 @@ class ReuseWorker:
             return
 
     def _load(self, order: LoadOrder) -> None:
-        """Write reused tokens into the pages of a request, their keys at the new positions."""
+        """Write reused tokens into the pages of a request."""
         device = self._layers[0][1].device
         slots = slots_of(order.block_ids, self._block_size, [(p.at, p.at + p.length) for p in order.pieces])
         slots = slots.to(device, non_blocking=True)

@@ -37,7 +37,7 @@ class SaveOrder:
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """Orders of one step. Workers carry them out in the order of the fields."""
+    """Orders of one step, in the order of the fields."""
 
     final_saves: dict[str, list[SaveOrder]] = field(default_factory=dict)  # of finished requests, whose pages wait
     drops: list[int] = field(default_factory=list)  # entries to forget

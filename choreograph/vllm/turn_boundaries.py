@@ -1,4 +1,4 @@
-"""Turn boundaries of a chat in its token ids, learned from the chat template."""
+"""Boundaries of turns in the token ids of a chat."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,7 +19,7 @@ class TurnBoundaries:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> "TurnBoundaries | None":
-        """Return the boundaries that a tokenizer's chat template writes; None if it writes none."""
+        """Learn the boundaries from a chat template; None without any."""
         special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
         try:
             turns = [_render(tokenizer, _CHAT[: n + 1]) for n in range(len(_CHAT))]
@@ -38,7 +38,7 @@ class TurnBoundaries:
         return cls(starts, ends) if starts or ends else None
 
     def split(self, tokens: Sequence[int]) -> list[int]:
-        """Return the index of the first token of each turn; at most one for a text without turns."""
+        """Return the first token of each turn; one without turns."""
         bounds = [i for i, token in enumerate(tokens) if i and (token in self._starts or tokens[i - 1] in self._ends)]
         if bounds and bounds[0] == 1 and tokens[0] not in self._starts:
             bounds.pop(0)  # a token that opens every text, such as BOS, belongs to the first turn

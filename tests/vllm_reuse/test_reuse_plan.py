@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from choreograph.vllm.entry_index import EntryIndex, EntryScope, KVRecord
-from choreograph.vllm.protocol import ReuseParams, SpanParams, StoreParams
+from choreograph.vllm.reuse_params import ReuseParams, SpanParams, StoreParams
 from choreograph.vllm.reuse_plan import PlanBuilder, ReusePlan, plan_messages, plan_spans
 
 SCOPE = EntryScope(None, (), ())
