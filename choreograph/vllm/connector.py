@@ -67,6 +67,11 @@ class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
             num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
             token_bytes = spec.page_size_bytes / spec.block_size * num_layers
             can_compute_holes = not getattr(vllm_config, "use_v2_model_runner", False)
+            if not can_compute_holes:
+                logger.warning(
+                    "model runner V2: the reuse of a prompt ends at its first new or repaired message; set "
+                    "VLLM_USE_V2_MODEL_RUNNER=0 to reuse what follows it, too"
+                )
             mode, boundaries = _reuse_mode(self._options["mode"], vllm_config)
             self._scheduler = ReuseScheduler(
                 capacity=int(self._options["store_gib"] * 2**30 / token_bytes),
@@ -110,7 +115,7 @@ class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finish(request, block_ids[0])
 
     def reset_cache(self) -> bool:
-        self.scheduler.index.clear()
+        self.scheduler.reset()
         return True
 
     # -- the worker's half ----------------------------------------------------------------------------------
@@ -177,9 +182,7 @@ def _check_support(vllm_config: Any, kv_cache_config: Any, options: dict[str, An
     def refuse(reason: str) -> None:
         raise UnsupportedCacheError(f"ChoreographConnector: {reason}")
 
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    newest = max(tuple(map(int, tested.split("."))) for tested in TESTED_VERSIONS)
-    if (version < (0, 28) or version > newest) and not options["allow_untested_version"]:
+    if vllm.__version__.rpartition(".")[0] not in TESTED_VERSIONS and not options["allow_untested_version"]:
         refuse(
             f"vLLM {vllm.__version__} is not among the versions tested ({', '.join(TESTED_VERSIONS)}); "
             'set "allow_untested_version": true in kv_connector_extra_config after running its tests'
@@ -195,6 +198,8 @@ def _check_support(vllm_config: Any, kv_cache_config: Any, options: dict[str, An
         refuse(
             "kv_load_failure_policy: use 'fail', or a request whose entries are gone is answered as if it named none"
         )
+    if getattr(parallel, "data_parallel_size", 1) != 1:
+        refuse("data parallelism: each rank would store messages that the others do not find; run a server for each")
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             refuse(f"{name}={getattr(parallel, name)}: not supported")

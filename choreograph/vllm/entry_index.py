@@ -98,16 +98,16 @@ class EntryIndex:
 
         Returns False if it does not fit with what is in use.
         """
-        if record.name is not None and (known := self._names.get((record.scope, record.name))) is not None:
+        known = None if record.name is None else self._names.get((record.scope, record.name))
+        room = self.capacity - self.num_tokens + (len(known) if known is not None and not known.pins else 0)
+        victims = self._victims(len(record) - room, known)
+        if victims is None:
+            return False
+        for victim in victims:
+            self.remove(victim)
+            self.num_evicted += 1
+        if known is not None:
             self.remove(known)
-        excess = self.num_tokens + len(record) - self.capacity
-        if excess > 0:
-            victims = self._victims(excess)
-            if victims is None:
-                return False
-            for victim in victims:
-                self.remove(victim)
-                self.num_evicted += 1
         self._records[record.uid] = record
         self.num_tokens += len(record)
         if record.name is not None:
@@ -119,10 +119,12 @@ class EntryIndex:
                 self.remove(equal[0])
         return True
 
-    def _victims(self, excess: int) -> list[KVRecord] | None:
+    def _victims(self, excess: int, replaced: KVRecord | None) -> list[KVRecord] | None:
         """Return entries to evict: least recently used, then needed last."""
         now, victims = time.monotonic(), list[KVRecord]()
-        free = [record for record in self._records.values() if record.is_stored and not record.pins]
+        if excess <= 0:
+            return victims
+        free = [r for r in self._records.values() if r.is_stored and not r.pins and r is not replaced]
         hinted = [record for record in free if record.steps is not None and now - record.hinted < HINT_SECONDS]
         hinted.sort(key=lambda record: -(record.steps or 0))
         keep = {record.uid for record in hinted}

@@ -55,8 +55,6 @@ def _refusal(body: bytes) -> str | None:
         reuse = parse_params(params)
     except RefusedRequestError as exc:
         return str(exc)
-    except (AttributeError, TypeError):
-        return "kv_transfer_params: not an object"
     if reuse.is_explicit and (request.get("prompt_logprobs") is not None or request.get("echo")):
         return (
             f"prompt_logprobs and echo: vLLM computes such a prompt anew, so kv_transfer_params.{FIELD} has no effect"

@@ -1,12 +1,14 @@
 """What a request and its answer say about reuse: `kv_transfer_params["choreograph"]`."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 VERSION = 1
 FIELD = "choreograph"  # of `kv_transfer_params`
+MAX_ITEMS = 1024  # spans or stores of one request, which the scheduler plans between two steps
+MAX_NAMES = 16384
 
 ReuseKind = Literal["spans", "messages", "exact"]
 EntryName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -50,26 +52,36 @@ class ReuseParams(_Params):
     """Reuse that a request asks for."""
 
     mode: ReuseKind | None = None  # None: "spans" if there are spans or stores, else the server's
-    spans: list[SpanParams] = []
-    store: list[StoreParams] = []
-    release: list[EntryName] = []
-    query: list[EntryName] = []  # the answer lists those that are not stored
+    spans: Annotated[list[SpanParams], Field(max_length=MAX_ITEMS)] = []
+    store: Annotated[list[StoreParams], Field(max_length=MAX_ITEMS)] = []
+    release: Annotated[list[EntryName], Field(max_length=MAX_NAMES)] = []  # forgotten when the request ends
+    query: Annotated[list[EntryName], Field(max_length=MAX_NAMES)] = []  # the answer lists those that are not stored
     workflow: str | None = None  # entries are found only in the same workflow
-    steps: dict[EntryName, Count] | Count | None = None  # to the next use of entries; one number: of all of the request
-    labels: list[str] = []  # entries are found only under the same labels
+    steps: Annotated[dict[EntryName, Count], Field(max_length=MAX_NAMES)] | Count | None = (
+        None  # to the next use of entries; one number: of all of the request
+    )
+    labels: Annotated[list[str], Field(max_length=64)] = []  # entries are found only under the same labels
     repair: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0  # share of every reused run, its first tokens
 
     @property
     def is_explicit(self) -> bool:
         return bool(self.spans or self.store)
 
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        if self.is_explicit and self.mode not in (None, "spans"):
+            raise ValueError(f"mode={self.mode!r} ignores spans and store: use 'spans', or leave them out")
+        return self
 
-def parse_params(params: Mapping[str, Any] | None) -> ReuseParams:
+
+def parse_params(params: Any) -> ReuseParams:
     """Return the reuse that `kv_transfer_params` ask for.
 
     Raises:
         RefusedRequestError: if a field is unknown or has a wrong value.
     """
+    if not isinstance(params, Mapping | None):
+        raise RefusedRequestError("kv_transfer_params: not an object")
     given = (params or {}).get(FIELD)
     if given is None:
         return ReuseParams()

@@ -16,6 +16,7 @@ from .entry_index import EntryIndex, EntryScope, KVRecord, pack_tokens
 from .reuse_params import RefusedRequestError, ReuseParams
 
 _JUMP = b"\xff\xff\xff\xff"  # no token; starts the description of a placement
+_SECRET = secrets.token_bytes(16)  # clients must not be able to write the salt of others' blocks
 
 
 class ReusedRun(NamedTuple):
@@ -165,7 +166,7 @@ class PlanBuilder:
                 save.context = hashlib.sha256(secrets.token_bytes(16))  # computing would give other values
         self.plan.has_holes &= bool(self._jumps)  # without jumps vLLM computes the holes and all behind them
         if self._jumps:
-            self.plan.places = hashlib.sha256(b"".join(map(_place, self._jumps))).hexdigest()
+            self.plan.places = hashlib.sha256(_SECRET + b"".join(map(_place, self._jumps))).hexdigest()
         return self.plan
 
 
@@ -242,19 +243,24 @@ def plan_messages(
         index.find_turn(scope, tokens[start:stop]) if min_tokens <= stop - start and stop < len(tokens) else []
         for start, stop in ranges
     ]
-    last_long = max(
-        (i for i, (records, (a, b)) in enumerate(zip(found, ranges, strict=True)) if records and b - a >= min_moved),
-        default=-1,
-    )
+    last_exact, computed = -1, builder.context  # a chat that goes on is not moved onto turns of other chats
+    for i, (start, stop) in enumerate(ranges):
+        if any(record.home == start and record.context.digest() == computed.digest() for record in found[i]):
+            last_exact = i
+        computed.update(pack_tokens(tokens[start:stop]))
+    is_long = [
+        bool(records) and stop - start >= min_moved for records, (start, stop) in zip(found, ranges, strict=True)
+    ]
+    last_long = max((i for i, long in enumerate(is_long) if long), default=-1)
     for i, (start, stop) in enumerate(ranges):
         context, records = builder.context, found[i]
         record = next((record for record in records if builder.continues(record, start)), None)
-        if record is None and records and i <= last_long:
-            record = records[0]
-        if record is not None:
-            builder.reuse(record, 0, len(record), start)
+        moved = records[0] if records and record is None and last_exact < i <= last_long else None
+        reused = moved if record is None else record
+        if reused is not None:
+            builder.reuse(reused, 0, len(reused), start)
         if stop == len(tokens):
             builder.save(start, None, None, context)
-        elif stop - start >= min_tokens and (record is None or len(record) < stop - start):
+        elif moved is None and stop - start >= min_tokens and (record is None or len(record) < stop - start):
             builder.save(start, stop, None, context).replaces = record
         builder.compute(stop)

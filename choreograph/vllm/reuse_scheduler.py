@@ -76,23 +76,25 @@ class ReuseScheduler:
             params, refusal = parse_params(request.kv_transfer_params), None
         except RefusedRequestError as exc:
             params, refusal = ReuseParams(), str(exc)
+            request.kv_transfer_params = None
         mode = params.mode or ("spans" if params.is_explicit else self._default_mode)
         lora = request.lora_request
         adapter = () if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
         scope = EntryScope(request.cache_salt, adapter, tuple(sorted(set(params.labels))), params.workflow)
         tracked = _TrackedRequest(request, scope, params, mode, request.cache_salt, refusal=refusal)
         self._tracked[request.request_id] = tracked
-        sampling = request.sampling_params
         is_text = request.prompt_token_ids is not None and request.prompt_embeds is None and not request.mm_features
-        if sampling is None or not is_text or request.resumable:
+        if not is_text or request.sampling_params is None or request.resumable:
+            reason = "only for prompts of text that is sent at once"
+        elif request.skip_reading_prefix_cache:  # vLLM then reads no connector
+            reason = "vLLM computes a prompt with prompt_logprobs or skip_reading_prefix_cache anew"
+        else:
+            reason = None
+        if reason is not None:
             tracked.mode = "exact"
             if params.is_explicit:
-                tracked.refusal = "spans and store: only for prompts of text that is sent at once"
-        elif sampling.prompt_logprobs is not None:
-            tracked.mode = "exact"  # vLLM reads no connector then
-            if params.is_explicit:
-                tracked.refusal = "prompt_logprobs: vLLM computes such a prompt anew, so spans cannot be reused"
-        if tracked.refusal is None:
+                tracked.refusal = f"kv_transfer_params.{FIELD}: spans and store: {reason}"
+        elif refusal is None:
             self._plan(tracked)
         if tracked.refusal is not None or tracked.plan.missing:
             request.skip_reading_prefix_cache = False  # the scheduler would not ask the connector
@@ -104,9 +106,6 @@ class ReuseScheduler:
         elif params.steps is not None:
             for run in tracked.plan.runs:
                 self.index.hint(run.record, params.steps)
-        for name in params.release:
-            if (record := self.index.find_name(scope, name)) is not None:
-                self.index.remove(record)
 
     def _plan(self, tracked: _TrackedRequest) -> None:
         request, tokens = tracked.request, tracked.request.prompt_token_ids
@@ -147,6 +146,10 @@ class ReuseScheduler:
         tracked.num_local = num_local
         if tracked.refusal is not None or tracked.plan.missing:
             return 1, True  # a load that fails ends the request with an error
+        if tracked.is_admitted and tracked.plan.has_holes and num_local:
+            # Preempted: blocks of its own may be registered, but not filled.
+            _set_salt(request, tracked.plan.salt(tracked.salt))
+            return None, False
         if tracked.mode == "messages" and tracked.version not in (self.index.version, -1):
             before = request.cache_salt
             self._plan(tracked)  # messages have been stored since it arrived
@@ -245,7 +248,7 @@ class ReuseScheduler:
     def _save_until(self, tracked: _TrackedRequest, stop: int) -> None:
         """Order entries whose tokens the step completes."""
         for save in list(tracked.pending):
-            if save.stop is not None and save.stop <= stop:
+            if save.stop is not None and save.stop <= min(stop, tracked.request.num_tokens):  # some are placeholders
                 tracked.pending.remove(save)
                 if (order := self._save(tracked, save, save.stop)) is not None:
                     self._orders.saves.append(order)
@@ -280,6 +283,10 @@ class ReuseScheduler:
             return False, None
         self._admitted = [other for other in self._admitted if other is not tracked]
         self._unpin(tracked)
+        if tracked.refusal is None and not tracked.plan.missing:
+            for name in tracked.params.release:
+                if (record := self.index.find_name(tracked.scope, name)) is not None:
+                    self.index.remove(record)
         orders = []
         if tracked.is_admitted and block_ids:
             num_stored = min(request.num_tokens - 1, request.num_computed_tokens)
@@ -316,6 +323,18 @@ class ReuseScheduler:
         if tracked.refusal is not None:
             report["refused"] = tracked.refusal
         return report
+
+    def reset(self) -> None:
+        """Forget all entries, also those of live requests."""
+        for tracked in self._tracked.values():
+            if tracked.request.num_computed_tokens == 0 and tracked.refusal is None:
+                continue
+            self._unpin(tracked)  # it computes the rest of its prompt
+            tracked.plan, tracked.pending, tracked.reload = ReusePlan(), [], None
+        self.index.clear()
+        for tracked in self._tracked.values():
+            if tracked.request.num_computed_tokens == 0 and tracked.refusal is None and tracked.mode != "exact":
+                self._plan(tracked)
 
     def check(self) -> None:
         """Raise AssertionError if index and live requests contradict each other."""

@@ -1,14 +1,10 @@
 """Boundaries of turns in the token ids of a chat."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
-_CHAT = [
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "two"},
-    {"role": "user", "content": "three"},
-]
+_MARKS = ("Xone", "Xtwo", "Xthree")
+_CHAT = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), _MARKS, strict=True)]
 
 
 class TurnBoundaries:
@@ -20,22 +16,26 @@ class TurnBoundaries:
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> "TurnBoundaries | None":
         """Learn the boundaries from a chat template; None without any."""
-        special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
         try:
-            turns = [_render(tokenizer, _CHAT[: n + 1]) for n in range(len(_CHAT))]
-        except Exception:  # no template, or one that refuses such a chat
+            special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
+            before, _, later, _ = _pieces(tokenizer, _CHAT, _MARKS)
+            _, footer = _pieces(tokenizer, _CHAT[:1], _MARKS[:1])
+            _, opening = _pieces(tokenizer, _CHAT[:1], _MARKS[:1], add_generation_prompt=True)
+        except Exception:  # no template, or one that refuses or changes such a chat
             return None
+        footer = footer[: _common(footer, opening)]  # of a user's turn; templates may write more at the end of a chat
         starts, ends = set[int](), set[int]()
-        for shorter, longer in pairwise(turns):
-            if longer[: len(shorter)] != shorter or len(longer) == len(shorter):
-                return None
-            if longer[len(shorter)] in special:
-                starts.add(longer[len(shorter)])
-            elif shorter[-1] in special:
-                ends.add(shorter[-1])
+        header = later[len(later) - _common(later[::-1], before[::-1]) :]  # of a user's turn, perhaps behind a footer
+        while header and header[0] in footer:
+            header = header[1:]
+        for tokens, end in ((opening[len(footer) :], footer), (header, later[: len(later) - len(header)])):
+            if start := next((token for token in tokens if token in special), None):
+                starts.add(start)
+            elif end and end[-1] in special:
+                ends.add(end[-1])
             else:
                 return None
-        return cls(starts, ends) if starts or ends else None
+        return cls(starts, ends)
 
     def split(self, tokens: Sequence[int]) -> list[int]:
         """Return the first token of each turn; one without turns."""
@@ -45,6 +45,18 @@ class TurnBoundaries:
         return [0, *bounds]
 
 
-def _render(tokenizer: Any, chat: Sequence[dict[str, str]]) -> list[int]:
-    result = tokenizer.apply_chat_template(list(chat), tokenize=True, return_dict=False)
-    return [int(token) for token in result]
+def _pieces(tokenizer: Any, chat: Sequence[dict[str, str]], marks: Sequence[str], **options: Any) -> list[list[int]]:
+    """Return the token ids before, between and after the contents of turns."""
+    text = tokenizer.apply_chat_template(list(chat), tokenize=False, **options)
+    pieces = []
+    for mark in marks:
+        piece, _, text = text.partition(mark)
+        pieces.append(piece)
+    return [list(tokenizer.encode(piece, add_special_tokens=False)) for piece in (*pieces, text)]
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens two texts begin with."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
