@@ -4,12 +4,13 @@ import random
 import uuid
 
 import pytest
-from helpers.hypothesis_profile import many
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from offline_engine import BLOCK, Request, count_preemptions, is_refused, logprobs_of, missing_of, report_of, tokens_of
 from reuse_graphs import Call, View, expected_rows, graphs, largest_difference, run_graph
 from tiny_models import random_tokens, save_adapter
 from vllm.lora.request import LoRARequest
+
+from examples import examples
 
 TOLERANCE = 2e-4
 ENGINES = {
@@ -23,7 +24,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@settings(max_examples=many(12), deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@examples(12)
 @given(calls=graphs(holes=True))
 def test_random_graphs_equal_brute_force(name, calls, start_engine, tiny_model):
     found = run_graph(start_engine(**ENGINES[name]), calls)
