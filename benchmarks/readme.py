@@ -6,6 +6,7 @@ from pathlib import Path
 from .common import RESULTS
 from .peer_programs import PROGRAMS
 from .peers import DECODES, PREFILLS, VLLM_BFLOAT16
+from .vllm import GOALS, MESSAGES, PLAIN, SPANS
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -42,6 +43,13 @@ README_ROWS = {  # benchmark -> (measure, peer or None) -> what a reader calls i
     "peers_avx2": {
         (measure, peer): f"{label}{' in float32' * (peer in ('vLLM', 'Hugging Face'))}, AVX2 only"
         for (measure, peer), label in PEER_ROWS.items()
+    },
+    "vllm": {
+        (f"{program}: {measure}, {side}", PLAIN): f"{program}, {measure}: vLLM's CPU build with the connector "
+        f"({side.removeprefix('connector, ')}) against vLLM with its prefix cache alone"
+        for program in GOALS
+        for measure in ("end to end", "first token")
+        for side in (SPANS, MESSAGES)
     },
     "ttft": {
         (
