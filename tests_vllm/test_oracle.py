@@ -6,16 +6,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers.hypothesis_profile import many
 from helpers.oracle_families import Graph, row_logprobs
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offline_engine import Request, logprobs_of
 from reuse_graphs import Call, OraclePrompt, View, expected_rows, graphs, largest_difference, repaired, run_graph, texts
 from tiny_models import CONFIGS, random_tokens
 
+from examples import examples
+
 TOLERANCE = 2e-4  # of a log-probability, in float32
-few = settings(max_examples=many(16), deadline=None, suppress_health_check=list(HealthCheck), database=None)
+few = examples(16)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

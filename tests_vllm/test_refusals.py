@@ -3,8 +3,7 @@
 import copy
 
 import pytest
-from helpers.hypothesis_profile import many
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offline_engine import OfflineEngine, Request, is_refused, logprobs_of, missing_of, report_of
 from tiny_models import SHAPE, random_tokens
@@ -14,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 
 from choreograph.vllm import ChoreographConnector
+from examples import examples
 
 BARE = {"vocab_size": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROTATED_PART = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_lora_rank": 512}
@@ -206,7 +206,7 @@ def places(value, path=()):
         yield from places(child, (*path, key))
 
 
-@settings(max_examples=many(200), deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@examples(200)
 @given(changes=st.lists(st.tuples(st.sampled_from([*places(GOOD)][1:]), values), min_size=1, max_size=2))
 def test_no_value_of_any_field_stops_the_engine(changes, start_engine):
     engine, reuse = start_engine(), copy.deepcopy(GOOD)

@@ -1,15 +1,17 @@
 """Reuse under what vLLM's scheduler does: chunks, preemption, other blocks, adapters, parallel samples, aborts."""
 
+import itertools
 import random
 import uuid
 
 import pytest
-from helpers.hypothesis_profile import many
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from offline_engine import BLOCK, Request, count_preemptions, is_refused, logprobs_of, missing_of, report_of, tokens_of
-from reuse_graphs import Call, View, expected_rows, graphs, largest_difference, run_graph
+from reuse_graphs import Call, View, expected_rows, graphs, largest_difference, prompt_of, run_graph
 from tiny_models import random_tokens, save_adapter
 from vllm.lora.request import LoRARequest
+
+from examples import examples
 
 TOLERANCE = 2e-4
 ENGINES = {
@@ -23,7 +25,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@settings(max_examples=many(12), deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@examples(12)
 @given(calls=graphs(holes=True))
 def test_random_graphs_equal_brute_force(name, calls, start_engine, tiny_model):
     found = run_graph(start_engine(**ENGINES[name]), calls)
@@ -57,6 +59,33 @@ def test_preempted_requests_load_their_spans_again(options, start_engine, tiny_m
         for request, output in zip(requests, outputs, strict=True)
     ]
     assert largest_difference(found, expected_rows(tiny_model().model, calls)[2:]) < TOLERANCE
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 32}], ids=repr)
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_request_is_preempted_between_any_two_steps(number, options, start_engine, tiny_model, monkeypatch):
+    """Also while its blocks are registered, and the tokens behind a hole are not loaded yet."""
+    engine, texts = start_engine(**options), [random_tokens(70, 40), random_tokens(71, 60)]
+    manager, count = engine.scheduler.kv_cache_manager, itertools.count(1)
+    allocate, preempted = manager.allocate_slots, count_preemptions(engine, monkeypatch)
+    for name, text in zip(("first", "second"), texts, strict=True):
+        engine.run(Request(text, {"store": [{"entry": name, "start": 0, "stop": len(text)}]}))
+    hole, header = random_tokens(72, 9), random_tokens(73, 8)
+    calls = [Call([], texts[0]), Call([], texts[1])]
+    calls.append(Call([View(0, 0, 40, 7), tuple(hole), View(1, 0, 60, 30), tuple(hole), View(0, 0, 40, 200)], header))
+    prompt = prompt_of(calls, calls[-1], ["first", "second"])
+
+    def allocate_but_one(*args, **named):
+        return None if next(count) == number else allocate(*args, **named)
+
+    monkeypatch.setattr(manager, "allocate_slots", allocate_but_one)
+    (output,) = engine.run(Request(prompt.tokens, {"spans": prompt.spans}, max_tokens=4))
+    monkeypatch.undo()
+    assert preempted or number == 1 or next(count) <= number  # a first step waits, and some have fewer steps
+    calls[-1].answer = tokens_of(output)
+    found = {len(prompt.tokens) - 1 + i: row for i, row in enumerate(logprobs_of(output))}
+    assert largest_difference([found], expected_rows(tiny_model().model, calls)[2:]) < TOLERANCE
     engine.check_idle()
 
 

@@ -8,9 +8,8 @@ import httpx
 import numpy as np
 import pytest
 from helpers import message_graphs
-from helpers.hypothesis_profile import many
 from helpers.oracle_families import brute_force
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from reuse_graphs import Call, View, expected_rows, largest_difference
 from tiny_models import VOCABULARY, random_tokens
 from vllm_server import MODEL, VllmServer
@@ -18,6 +17,7 @@ from vllm_server import MODEL, VllmServer
 from choreograph import Engine, SamplingParams, connect
 from choreograph.workflows import find
 from choreograph.workflows.run import WorkflowResult, run_workflow
+from examples import examples
 
 TOLERANCE = 2e-4
 TEXTS = [random_tokens(seed, length) for seed, length in enumerate((70, 45, 33))]
@@ -158,7 +158,7 @@ def client(server):
         yield engine
 
 
-@settings(max_examples=many(24), deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@examples(24)
 @given(nodes=message_graphs.graphs())
 def test_sessions_of_the_client_equal_brute_force(nodes, client, tiny_model):
     """Random message graphs by `prefill` and `decode`: default and given offsets, gaps, overlaps, forced tokens."""

@@ -1,11 +1,12 @@
 """Two workers, each with half of the heads."""
 
-from helpers.hypothesis_profile import many
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from reuse_graphs import expected_rows, graphs, largest_difference, run_graph
 
+from examples import examples
 
-@settings(max_examples=many(12), deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+@examples(12)
 @given(calls=graphs(holes=True))
 def test_random_graphs_equal_brute_force(calls, start_engine, tiny_model):
     engine = start_engine(tensor_parallel_size=2)

@@ -33,7 +33,7 @@ LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_facto
 YARN = ROPE | {"rope_type": "yarn"}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 NO_HEAD_DIM = {name: value for name, value in SHAPE.items() if name != "head_dim"}
-FEW_HEADS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.18}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -41,7 +41,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama, llama3": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
     "llama, yarn": LlamaConfig(**SHAPE, rope_parameters=YARN),
     "qwen3": Qwen3Config(**SHAPE | {"head_dim": 64}),
-    "phi3": Phi3Config(**NO_HEAD_DIM | FEW_HEADS, rope_parameters=PARTIAL, sliding_window=None),
+    "phi3": Phi3Config(**NO_HEAD_DIM | WIDE, rope_parameters=PARTIAL, sliding_window=None),
 }
 
 
