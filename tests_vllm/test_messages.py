@@ -56,17 +56,21 @@ class ChatOracle:
         """Return the rows of a chat whose last turn is the opening of the answer, and how many tokens are reused."""
         prompt, context, start, num_reused = OraclePrompt(self.graph), [], 0, 0
         found = [self._find(turn) if len(turn) >= MIN_TOKENS else [] for turn in turns[:-1]]
+        last_exact, before = -1, list[int]()  # of the turns that go on exactly if all before them are computed
+        for i, (turn, entries) in enumerate(zip(turns[:-1], found, strict=True)):
+            if any(entry.start == len(before) and entry.context == before for entry in entries):
+                last_exact = i
+            before += turn
         movable = max((i for i, entries in enumerate(found) if entries and len(turns[i]) >= MIN_MOVED), default=-1)
         stored: list[tuple[StoredTurn, StoredTurn | None]] = []
         for i, (turn, entries) in enumerate(zip(turns[:-1], found, strict=True)):
             exact = [entry for entry in entries if entry.start == start and entry.context == context]
-            entry = (exact or (entries if i <= movable else []) or [None])[0]
+            entry = (exact or (entries if last_exact < i <= movable else []) or [None])[0]
             length = len(entry.tokens) if entry else 0
             prompt.view(entry.rows if entry else [])
             prompt.compute(turn[length:])
-            if len(turn) >= MIN_TOKENS and length < len(turn):
-                seen = object() if entry and not exact else context  # a moved part is no continuation of anything
-                stored.append((StoredTurn(turn, prompt.rows(start, start + len(turn)), start, seen), entry))
+            if len(turn) >= MIN_TOKENS and (exact or not entry) and length < len(turn):
+                stored.append((StoredTurn(turn, prompt.rows(start, start + len(turn)), start, context), entry))
             context = context + (turn if exact or not entry else [(entry, start), *turn[length:]])
             num_reused += length
             start += len(turn)
