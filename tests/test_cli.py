@@ -22,7 +22,7 @@ runner = CliRunner()
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["info"], ["demo"], ["run"], ["eval"], ["bench"], ["chat"], ["layer-reuse", "profile"]]
+    "command", [[], ["info"], ["demo"], ["run"], ["eval"], ["bench"], ["chat"], ["proxy"], ["layer-reuse", "profile"]]
 )
 def test_help_is_there_for_everything(command):
     result = runner.invoke(app, [*command, "--help"])

@@ -1,6 +1,5 @@
 """Fixtures: tiny models, and vLLM engines in this process, each started once."""
 
-import gc
 import os
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from offline_engine import OfflineEngine
 from tiny_models import CHAT_TEMPLATES, CONFIGS, TinyModel, save, save_chat_model
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-gc.freeze()  # engines collect garbage when they start and stop: what was imported need not be searched
 
 
 @pytest.fixture(scope="session")

@@ -24,13 +24,15 @@ def run_scenario(engine: OfflineEngine, *, reuse: bool) -> list:
         store = [{"entry": f"text-{i}", "start": 0, "stop": len(text)}]
         engine.run(Request(text, {"store": store} if reuse else None))
     for order in ORDERS if reuse else []:
+        # Moved by 7, so that no span continues its prompt exactly, which would be a hit of the prefix cache.
         spans, at = [], 0
         for i in order:
-            # moved by 7, so that no span continues its prompt exactly, which would be a hit of the prefix cache
             spans.append({"entry": f"text-{i}", "start": 0, "stop": len(TEXTS[i]), "at": at, "position": at + 7})
             at += len(TEXTS[i])
-        (output,) = engine.run(Request(prompt_in(order), {"spans": spans}, max_tokens=40))
-        assert output.outputs[0].finish_reason == "length"
+        prompt = prompt_in(order)
+        readers = [{"spans": spans}, {"spans": spans, "repair": 0.3}, {"spans": [spans[0], spans[2]]}]
+        for output in engine.run(*(Request(prompt, reader, max_tokens=40) for reader in readers)):
+            assert output.outputs[0].finish_reason == "length"
     return engine.run(*(Request(prompt_in(order), max_tokens=8) for order in ORDERS))
 
 
@@ -129,3 +131,15 @@ def test_entries_of_a_small_store_are_evicted_and_reported(start_engine):
     assert missing_of(engine.run(Request([0], {"query": names}))) == names[:2]
     span = {"entry": "part-0", "start": 0, "stop": 64, "at": 0, "position": 3}
     assert is_refused(engine.run(Request(random_tokens(0, 64) + HEADER, {"spans": [span]})))
+
+
+def test_entries_that_are_needed_last_are_evicted_first(start_engine):
+    engine = start_engine(fresh=True, connector_options={"store_gib": 200 * TOKEN_BYTES / 2**30})
+    steps = {"soon": 1, "last": 5, "later": 2}
+    for i, name in enumerate(steps):
+        engine.run(Request(random_tokens(i, 64), {"store": [{"entry": name, "start": 0, "stop": 64}]}))
+    engine.run(Request([0], {"steps": steps}))
+    for victim in ("last", "later", "soon"):
+        store = [{"entry": f"instead-of-{victim}", "start": 0, "stop": 64}]
+        engine.run(Request(random_tokens(9, 64), {"store": store, "steps": 0}))
+        assert victim in missing_of(engine.run(Request([0], {"query": [*steps]})))

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.hypothesis_profile import many
+from helpers.oracle_families import Graph, row_logprobs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offline_engine import Request, logprobs_of
-from reuse_graphs import Call, View, expected_rows, graphs, largest_difference, repaired, run_graph, texts
+from reuse_graphs import Call, OraclePrompt, View, expected_rows, graphs, largest_difference, repaired, run_graph, texts
 from tiny_models import CONFIGS, random_tokens
 
 TOLERANCE = 2e-4  # of a log-probability, in float32
@@ -49,6 +50,30 @@ def test_repaired_tokens_are_computed_in_their_context(calls, share, start_engin
     """A view that continues its prompt exactly needs no repair, and has none; the values are the same."""
     found = run_graph(start_engine(), calls, repair=share)
     assert largest_difference(found, expected_rows(tiny_model().model, repaired(calls, share))) < TOLERANCE
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 96), (20, 90), (37, 96)])
+def test_an_entry_may_hold_reused_tokens(start, stop, start_engine, tiny_model):
+    """A whole prompt, or a part of it, moves as one; the tokens that it reused stay those of their entries."""
+    engine, graph, prompts = start_engine(), Graph(), []
+    texts, header = [random_tokens(60, 50), random_tokens(61, 37)], random_tokens(62, 9)
+    for name, text in zip(("one", "two"), texts, strict=True):
+        prompts.append(OraclePrompt(graph))
+        prompts[-1].compute(text)
+        engine.run(Request(text, {"store": [{"entry": name, "start": 0, "stop": len(text)}]}))
+    both, reader = OraclePrompt(graph), OraclePrompt(graph)
+    both.view(prompts[1].rows(0, 37))
+    both.view(prompts[0].rows(0, 50))
+    both.compute(header)
+    tokens = texts[1] + texts[0] + header
+    spans = [{"entry": "two", "start": 0, "stop": 37, "at": 0}, {"entry": "one", "start": 0, "stop": 50, "at": 37}]
+    engine.run(Request(tokens, {"spans": spans, "store": [{"entry": "both", "start": start, "stop": stop}]}))
+    reader.view(both.rows(start, stop), 15)
+    reader.compute([3, 1])
+    spans = [{"entry": "both", "start": 0, "stop": stop - start, "at": 0, "position": 15}]
+    (output,) = engine.run(Request([*tokens[start:stop], 3, 1], {"spans": spans}))
+    expected = row_logprobs(tiny_model().model, graph)[reader.computed[stop - start + 1]]
+    assert np.abs(logprobs_of(output)[0] - expected).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])

@@ -80,7 +80,8 @@ def test_entries_that_are_gone_are_computed_again(server, ask):
     chats = [[SYSTEM, user(f"{n}: {LEFT}"), user(RIGHT)] for n in range(3)]
     answers = [ask(*chat)[0] for chat in chats]
     names = [name for tenant in ask.store._tenants.values() for name in tenant.entries]
-    reply = server.complete([0], {"mode": "exact", "release": names, "query": names})
+    server.complete([0], {"mode": "exact", "workflow": "default", "release": names})
+    reply = server.complete([0], {"workflow": "default", "query": names})
     assert len(reply["kv_transfer_params"]["choreograph"]["missing"]) == len(names)
     again, sources = ask(*chats[0])
     assert again == answers[0] and sources["computed_tokens"] == sum(sources[f"{s}_tokens"] for s in SOURCES)

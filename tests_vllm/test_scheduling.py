@@ -16,6 +16,7 @@ ENGINES = {
     "chunked prefill": {"max_num_batched_tokens": 32},
     "no prefix cache": {"enable_prefix_caching": False},
     "no prefix cache, chunked prefill": {"enable_prefix_caching": False, "max_num_batched_tokens": 32},
+    "the asynchronous scheduler": {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"},
     "large blocks": {"block_size": 4 * BLOCK},
     "a small cache": {"num_gpu_blocks_override": 24, "max_model_len": 20 * BLOCK},
 }
@@ -23,7 +24,7 @@ ENGINES = {
 
 @pytest.mark.parametrize("name", ENGINES)
 @settings(max_examples=many(12), deadline=None, suppress_health_check=list(HealthCheck), database=None)
-@given(calls=graphs())
+@given(calls=graphs(holes=True))
 def test_random_graphs_equal_brute_force(name, calls, start_engine, tiny_model):
     found = run_graph(start_engine(**ENGINES[name]), calls)
     assert largest_difference(found, expected_rows(tiny_model().model, calls)) < TOLERANCE
@@ -39,18 +40,22 @@ def test_preempted_requests_load_their_spans_again(options, start_engine, tiny_m
         engine.run(Request(text, {"store": [{"entry": name, "start": 0, "stop": len(text)}]}))
     calls, requests = [Call([], first), Call([], second)], []
     for i in range(6):
-        call = Call([View(1, 0, 40, 10 * i), View(0, 5, 60, None)], random_tokens(10 + i, 8), num_generated=50)
+        hole = random_tokens(20 + i, i)  # between the views; the first request has none
+        call = Call([View(1, 0, 40, 10 * i), tuple(hole), View(0, 5, 60)], random_tokens(10 + i, 8), num_generated=50)
         spans = [
             {"entry": "second", "start": 0, "stop": 40, "at": 0, "position": 10 * i},
-            {"entry": "first", "start": 5, "stop": 60, "at": 40},
+            {"entry": "first", "start": 5, "stop": 60, "at": 40 + i},
         ]
-        requests.append(Request(second + first[5:] + call.tokens, {"spans": spans}, max_tokens=50))
+        requests.append(Request(second + hole + first[5:] + call.tokens, {"spans": spans}, max_tokens=50))
         calls.append(call)
     outputs = engine.run(*requests)
     assert preempted
     for call, output in zip(calls[2:], outputs, strict=True):
         call.answer = tokens_of(output)
-    found = [{102 + i: row for i, row in enumerate(logprobs_of(output))} for output in outputs]
+    found = [
+        {len(request.tokens) - 1 + i: row for i, row in enumerate(logprobs_of(output))}
+        for request, output in zip(requests, outputs, strict=True)
+    ]
     assert largest_difference(found, expected_rows(tiny_model().model, calls)[2:]) < TOLERANCE
     engine.check_idle()
 

@@ -15,7 +15,9 @@ from reuse_graphs import Call, View, expected_rows, largest_difference
 from tiny_models import VOCABULARY, random_tokens
 from vllm_server import MODEL, VllmServer
 
-from choreograph import SamplingParams, connect
+from choreograph import Engine, SamplingParams, connect
+from choreograph.workflows import find
+from choreograph.workflows.run import WorkflowResult, run_workflow
 
 TOLERANCE = 2e-4
 TEXTS = [random_tokens(seed, length) for seed, length in enumerate((70, 45, 33))]
@@ -181,6 +183,44 @@ def test_sessions_of_the_client_equal_brute_force(nodes, client, tiny_model):
                 assert len(entry.top) == 100
                 row = rows[len(node.tokens) - 1 + i]
                 assert max(abs(row[token] - value) for token, value in entry.top.items()) < TOLERANCE
+
+
+WORKFLOWS = {
+    "tree_of_thoughts": ("What is 3 + 4?", {"branches": 3, "voters": 2}),
+    "debate_iterative": ("What is 3 + 4?", {"rounds": 2}),
+    "debate_parallel": ("What is 3 + 4?", {"rounds": 2}),
+    "multi_qa": (["What is the capital of France?", "Who wrote Hamlet?"], {"topology": "parallel"}),
+    "branch_solve_merge": (["dog", "run", "sea", "stone"], {"topology": "parallel"}),
+    "prisoners_dilemma": ("Alice", {"guard": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def in_process(tiny_model):
+    return Engine.from_pretrained(str(tiny_model("starts").folder), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("mode", ["choreographed", "prefix"])
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflows_have_the_logprobs_of_the_engine_in_process(name, mode, client, in_process):
+    """The engine in process replays the tokens that vLLM generated."""
+    task, options = WORKFLOWS[name]
+    sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
+    logprobs: list[list] = []
+
+    def run(engine, **replay) -> WorkflowResult:
+        def note(calls) -> None:
+            logprobs.append([list(call.message.logprobs) for call in calls if call.message.kind == "decode"])
+
+        return run_workflow(
+            engine, find(name), task, mode=mode, sampling=sampling, options=options, on_finish=note, **replay
+        )
+
+    transcript = run(client).run.transcript()
+    assert run(in_process, replay=transcript).run.transcript() == transcript
+    remote, local = logprobs
+    for entries, others in zip(remote, local, strict=True):
+        assert [entry.logprob for entry in entries] == pytest.approx([other.logprob for other in others], abs=TOLERANCE)
 
 
 def test_after_a_restart_entries_are_missing_and_sessions_compute_theirs_again(server, client):

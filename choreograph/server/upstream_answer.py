@@ -128,7 +128,7 @@ class AnswerRecord:
         return new
 
     def unknown_names(self) -> list[str]:
-        """Return the names of entries that may be stored, but not as planned."""
+        """Return the names of entries that may not be stored as planned."""
         is_as_planned = self.error is None and not self._has_other_prompt
         return [part.entry.name for part in self._plan.computed[self._num_taken if is_as_planned else 0 :]]
 

@@ -50,7 +50,7 @@ def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def find_turn_tokens(model: Mapping[str, Any], tokenize: Tokenize) -> frozenset[int]:
-    """Return the first tokens of a generation prompt and of a user's turn.
+    """Return the first tokens of generation prompts and user turns.
 
     Args:
         model: field of the name; empty: the server's own.

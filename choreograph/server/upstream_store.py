@@ -37,8 +37,8 @@ class UpstreamTenant(NamedTuple):
 
     @property
     def namespace(self) -> tuple[object, ...]:
-        """What separates names in the server, where tenants without `cache_salt` are one."""
-        return self.cache_salt, self.model, self.labels
+        """What separates names in the server, which knows no keys."""
+        return self.cache_salt, self.model, self.workflow, self.labels
 
 
 @dataclass(eq=False)

@@ -29,7 +29,7 @@ class _TrackedRequest:
     refusal: str | None = None
     num_local: int = 0  # tokens found in the prefix cache at admission
     num_external: int = 0  # tokens that its admission loads
-    num_reused: int = 0  # tokens of entries that it reads
+    reused_end: int = 0  # of the prompt tokens that are read from entries
     is_admitted: bool = False
     reload: int | None = None  # token that was computed in place of a reused one, to load again
     block_ids: list[int] = field(default_factory=list)
@@ -167,10 +167,8 @@ class ReuseScheduler:
                 self._orders.refused_blocks.append(block_ids[tracked.num_local // self._block_size])
             return
         tracked.is_admitted, tracked.reload, tracked.version = True, None, -1
-        tracked.num_external, tracked.num_reused = num_external, tracked.plan.num_reused
-        if not tracked.plan.has_holes:
-            end = tracked.num_local + num_external
-            tracked.num_reused = sum(max(0, min(run.stop, end) - run.at) for run in tracked.plan.runs)
+        tracked.num_external = num_external
+        tracked.reused_end = request.num_tokens if tracked.plan.has_holes else tracked.num_local + num_external
         if num_external:
             self._admitted.append(tracked)
 
@@ -297,11 +295,12 @@ class ReuseScheduler:
         return bool(orders), {FIELD: self._report(tracked)}
 
     def _report(self, tracked: _TrackedRequest) -> dict[str, Any]:
-        reused: dict[str, int] = {}
+        num_reused, reused = 0, dict[str, int]()
         for run in tracked.plan.runs:
-            if run.record.name is not None:
-                reused[run.record.name] = reused.get(run.record.name, 0) + run.length
-        num_reused = tracked.num_reused
+            count = max(0, min(run.stop, tracked.reused_end) - run.at)
+            num_reused += count
+            if run.record.name is not None and count:
+                reused[run.record.name] = reused.get(run.record.name, 0) + count
         report: dict[str, Any] = {
             "version": VERSION,
             "mode": tracked.mode,
