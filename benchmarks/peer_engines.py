@@ -145,7 +145,6 @@ class Generated(NamedTuple):
 
     tokens: list[list[int]]  # of every prompt
     times: list[list[float]]  # seconds from the start of the call to each token
-    computed: int  # prompt tokens that no cache had
     reports: list[dict[str, Any]]  # what a connector said of every prompt
 
 

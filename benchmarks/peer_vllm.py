@@ -36,12 +36,12 @@ def main() -> None:
 
 def _generate(
     engine: Any, prompts: list[list[int]], count: int, transfers: list[dict[str, Any] | None], serial: int
-) -> tuple[list[list[int]], list[list[float]], int, list[dict[str, Any]]]:
+) -> tuple[list[list[int]], list[list[float]], list[dict[str, Any]]]:
     """Return the fields of `peer_engines.Generated`."""
     from vllm import SamplingParams
 
     began, tokens, times = time.perf_counter(), [[] for _ in prompts], [[] for _ in prompts]
-    computed, reports = 0, [{} for _ in prompts]
+    reports: list[dict[str, Any]] = [{} for _ in prompts]
     for i, (prompt, transfer) in enumerate(zip(prompts, transfers, strict=True)):
         extra = None if transfer is None else {"kv_transfer_params": transfer}
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra)
@@ -53,11 +53,14 @@ def _generate(
             tokens[i] = list(output.outputs[0].token_ids)
             times[i] += [now] * (len(tokens[i]) - len(times[i]))
             if output.finished:
-                computed += len(prompts[i]) - (output.num_cached_tokens or 0)
                 reports[i] = output.kv_transfer_params or {}
+    # Like the loop of a server: what a connector reads of finished requests is read, and their pages are freed.
+    scheduler = engine.engine_core.engine_core.scheduler
+    while scheduler.has_requests():
+        engine.step()
     if any(len(output) != count for output in tokens):
         raise RuntimeError(f"answers of {[len(output) for output in tokens]} tokens instead of {count}: {reports}")
-    return tokens, times, computed, reports
+    return tokens, times, reports
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """vLLM with the connector against plain vLLM with prefix caching, and our engine: one model, equal prompts and counts.
 
-make bench NAME=vllm
-make bench NAME=vllm ARGS="--only workflows --rounds 4"     # workflows, retrieval, chat; others keep their last results
+make bench NAME=vllm                                               # about ten minutes on two cores
+make bench NAME=vllm ARGS="--only workflows --rounds 4"            # the same time; other parts keep their last results
+make bench NAME=vllm ARGS="--only retrieval chat --rounds 4"
 
 Four workflows of `peers`; `retrieval`: every question behind ten passages in another order; `chat`: conversations that a
 prefix cache serves best. All sides run each in turns on the same threads, both sides of vLLM with the same options, and
@@ -233,7 +234,7 @@ def keep_other_parts(measured: Iterable[str]) -> list[Row]:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
-    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--extra-config", type=json.loads, default={}, help="kv_connector_extra_config, as JSON")
     given = options.parse_args()
     threads, dtype = torch.get_num_threads(), eager_dtype()

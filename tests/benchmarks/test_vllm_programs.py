@@ -22,7 +22,7 @@ class FakeVLLM:
         for transfer in transfers:
             spans = (transfer or {}).get("choreograph", {}).get("spans", [])
             reports.append({"choreograph": {"reused_tokens": sum(span["stop"] - span["start"] for span in spans)}})
-        return Generated([[7] * count for _ in prompts], [[0.1] * count for _ in prompts], 0, reports)
+        return Generated([[7] * count for _ in prompts], [[0.1] * count for _ in prompts], reports)
 
     def reset(self):
         pass
