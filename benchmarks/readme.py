@@ -169,6 +169,20 @@ SUMMARY_ROWS = [
         ("Tree of Thoughts: end to end, choreograph choreographed", "vLLM"),
     ),
     (
+        "vLLM's CPU build with the connector, ten reordered passages in plain requests, time to first token, against vLLM",
+        "vllm",
+        "retrieval: first token, connector, messages",
+        "retrieval: first token, vLLM",
+        ("retrieval: first token, connector, messages", "vLLM"),
+    ),
+    (
+        "the same, end to end",
+        "vllm",
+        "retrieval: end to end, connector, messages",
+        "retrieval: end to end, vLLM",
+        ("retrieval: end to end, connector, messages", "vLLM"),
+    ),
+    (
         "Tree of Thoughts (short votes), time to first token, against prefix caching in the same engine",
         "speed",
         None,

@@ -11,6 +11,7 @@ from choreograph.evaluation.report import format_estimate, format_p_value, forma
 
 from . import repair as repair_benchmark
 from . import results_papers, results_reuse
+from . import vllm as vllm_benchmark
 from .common import RESULTS
 from .ray_scale import TRANSFERS, routers_of
 from .ray_workloads import WORKLOADS
@@ -21,6 +22,7 @@ PAGES = (
     SUMMARY_PAGE,
     SUMMARY_PAGE.with_name("scale.md"),
     SUMMARY_PAGE.with_name("explain.md"),
+    SUMMARY_PAGE.with_name("vllm.md"),
     *(
         DETAILS / f"{name}.md"
         for name in (
@@ -681,6 +683,21 @@ def ray_scale_load() -> str:
     return markdown(head, lines) + "\n\n" + _provenance_note("ray_scale")
 
 
+def vllm() -> str:
+    """Times of plain vLLM, and its times over those of every other side."""
+    rows = {(row["measure"], row["peer"]): row for row in record("vllm")["rows"]}
+    sides, lines = (vllm_benchmark.SPANS, vllm_benchmark.MESSAGES, vllm_benchmark.OURS), []
+    for program, goals in vllm_benchmark.GOALS.items():
+        for measure in ("first token", "end to end"):
+            plain = rows[f"{program}: {measure}, {vllm_benchmark.PLAIN}", None]
+            ratios = [rows.get((f"{program}: {measure}, {side}", vllm_benchmark.PLAIN)) for side in sides]
+            cells = [format_estimate(ratio, places=2) if ratio else "" for ratio in ratios]
+            goal = f"{goals[measure]:g}" if measure in goals else ""
+            lines.append([program, measure, f"{plain['value']:.3g} s", *cells, goal])
+    head = ["workload", "", "plain vLLM", *sides, "goal of the connector"]
+    return markdown(head, lines) + "\n\n" + _provenance_note("vllm")
+
+
 def paper(section: str) -> str:
     """Return the tables and figures of one paper."""
     return markdown(results_papers.HEAD, results_papers.SECTIONS[section](record))
@@ -718,6 +735,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "quantization": quantization,
     "budget": budget,
     "repair": repair,
+    "vllm": vllm,
     **{name: partial(reuse, name) for name in results_reuse.TABLES},
     **{f"paper-{name}": partial(paper, name) for name in results_papers.SECTIONS},
 }
