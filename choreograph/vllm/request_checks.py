@@ -59,4 +59,9 @@ def _refusal(body: bytes) -> str | None:
         return (
             f"prompt_logprobs and echo: vLLM computes such a prompt anew, so kv_transfer_params.{FIELD} has no effect"
         )
+    prompt = request.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) and reuse.end >= len(prompt):
+        return (
+            f"kv_transfer_params.{FIELD}.spans: they end at {reuse.end}; the last of {len(prompt)} tokens is computed"
+        )
     return None

@@ -61,14 +61,24 @@ class ReuseParams(_Params):
         None  # to the next use of entries; one number: of all of the request
     )
     labels: Annotated[list[str], Field(max_length=64)] = []  # entries are found only under the same labels
-    repair: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0  # share of every reused run, its first tokens
+    repair: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of every reused run, its first tokens
 
     @property
     def is_explicit(self) -> bool:
         return bool(self.spans or self.store)
 
+    @property
+    def end(self) -> int:
+        """Index of the prompt token behind the last span."""
+        return self.spans[-1].at + self.spans[-1].stop - self.spans[-1].start if self.spans else 0
+
     @model_validator(mode="after")
-    def _check_mode(self) -> Self:
+    def _check_spans(self) -> Self:
+        end = 0
+        for i, span in enumerate(self.spans):
+            if span.stop <= span.start or span.at < end:
+                raise ValueError(f"spans.{i}: spans are not empty, in order and without overlaps")
+            end = span.at + span.stop - span.start
         if self.is_explicit and self.mode not in (None, "spans"):
             raise ValueError(f"mode={self.mode!r} ignores spans and store: use 'spans', or leave them out")
         return self

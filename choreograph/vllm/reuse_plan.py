@@ -16,6 +16,7 @@ from .entry_index import EntryIndex, EntryScope, KVRecord, pack_tokens
 from .reuse_params import RefusedRequestError, ReuseParams
 
 _JUMP = b"\xff\xff\xff\xff"  # no token; starts the description of a placement
+MAX_HOLES = 64  # in one request; each costs a step
 _SECRET = secrets.token_bytes(16)  # clients must not be able to write the salt of others' blocks
 
 
@@ -106,7 +107,8 @@ class PlanBuilder:
         self._can_compute_holes = can_compute_holes
         self._context = hashlib.sha256(repr(scope).encode())
         self._jumps: list[ReusedRun] = []
-        self._is_cut = False
+        self.num_holes = 0  # before reused runs
+        self._is_cut = False  # nothing more is reused
 
     @property
     def context(self) -> Any:
@@ -127,7 +129,8 @@ class PlanBuilder:
             rest = length - num_repaired
             run = ReusedRun(self.end, rest, record, source + num_repaired, position + num_repaired)
         reused_end = self.plan.runs[-1].stop if self.plan.runs else 0
-        self._is_cut |= run.at != reused_end and not self._can_compute_holes
+        self.num_holes += run.length > 0 and run.at != reused_end
+        self._is_cut |= self.num_holes > (MAX_HOLES if self._can_compute_holes else 0)
         if self._is_cut or not run.length:
             self.compute(run.stop)
             return
@@ -183,7 +186,6 @@ def plan_spans(
         RefusedRequestError: if spans overlap, leave the prompt or lie shifted in a store.
     """
     stores = sorted(params.store, key=lambda store: store.start)
-    end = 0
 
     def advance(stop: int, record: KVRecord | None = None, source: int = 0, position: int = 0) -> None:
         """Plan the tokens up to `stop`, and stores that begin there."""
@@ -200,16 +202,15 @@ def plan_spans(
 
     advance(0)
     for span in params.spans:
-        length = span.stop - span.start
-        if length < 1 or span.at < end or span.at + length >= len(tokens):
+        end = span.at + span.stop - span.start
+        if end >= len(tokens):
             raise RefusedRequestError(
-                f"span of {span.entry!r}, prompt tokens {span.at}:{span.at + length}: spans are not empty, in order, "
-                f"without overlaps and before the last of the {len(tokens)} prompt tokens"
+                f"span of {span.entry!r}, prompt tokens {span.at}:{end}: the last of {len(tokens)} tokens is computed"
             )
-        end = span.at + length
         record = index.find_name(scope, span.entry)
         if record is None or record.tokens[span.start : span.stop] != tuple(tokens[span.at : end]):
-            builder.plan.missing.append(span.entry)
+            if span.entry not in builder.plan.missing:  # never stored, evicted, or of other tokens
+                builder.plan.missing.append(span.entry)
             continue
         position = span.at if span.position is None else span.position
         for store in params.store:
@@ -217,6 +218,10 @@ def plan_spans(
                 raise RefusedRequestError(f"store of {store.entry!r}: {span.entry!r} in it is placed at {position}")
         advance(span.at)
         advance(end, record, span.start, position)
+    if builder.num_holes > MAX_HOLES:
+        raise RefusedRequestError(
+            f"spans: {builder.num_holes} holes before spans, at most {MAX_HOLES}: store their tokens"
+        )
     advance(len(tokens))
     for store in stores:  # they begin in the answer
         builder.save(store.start, store.stop, store.entry, hashlib.sha256(secrets.token_bytes(16)))

@@ -98,7 +98,11 @@ class ReuseScheduler:
             self._plan(tracked)
         if tracked.refusal is not None or tracked.plan.missing:
             request.skip_reading_prefix_cache = False  # the scheduler would not ask the connector
-            logger.warning("request %s: %s", request.request_id, tracked.refusal or f"missing {tracked.plan.missing}")
+            logger.warning(
+                "request %s: %s",
+                request.request_id,
+                tracked.refusal or f"not stored, or of other tokens: {tracked.plan.missing}",
+            )
         if isinstance(params.steps, dict):
             for name, steps in params.steps.items():
                 if (record := self.index.find_name(scope, name)) is not None:
