@@ -149,7 +149,7 @@ class VllmClient:
             result = Completion.parse(await self._request("POST", "/v1/completions", body), num_logprobs)
             _check_finished(result)
             return result
-        result, num_tokens = Completion(), 0
+        result, num_tokens, is_answered = Completion(), 0, False
         stream = self._events({**body, "stream": True, "stream_options": {"include_usage": True}})
         try:
             async for event in stream:
@@ -158,8 +158,11 @@ class VllmClient:
                 result = Completion.parse(event, num_logprobs)
                 _check_finished(result)
                 num_tokens += len(result.token_ids)
+                is_answered |= bool(result.token_ids) or result.finish_reason is not None
                 if on_part(result):
                     break
+            if not is_answered:  # vLLM before 0.32 says nothing of an error that comes before the first token
+                raise _refusal("the stream ended without an answer", may_lack_entries=True)
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
         return result

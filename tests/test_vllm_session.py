@@ -178,8 +178,10 @@ def test_parallel_decodes_are_one_batch():
         assert fake.max_in_flight == 8
 
 
-def test_lost_entries_are_computed_again():
+@pytest.mark.parametrize("hides_errors", [False, True])
+def test_lost_entries_are_computed_again(hides_errors):
     with remote() as (engine, fake), engine.session(seed=0) as session, tiny_models.engine().session(seed=0) as same:
+        fake.hides_errors = hides_errors
 
         def run(session, lose):
             first = session.prefill([1, 2, 3])

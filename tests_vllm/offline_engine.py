@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.layers import rotary_embedding
 
 BLOCK = 32  # tokens; vLLM's CPU backend takes multiples of it
+NUM_BLOCKS = 512
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class OfflineEngine:
             "max_logprobs": -1,
             "block_size": BLOCK,
             "max_num_seqs": 16,
-            "num_gpu_blocks_override": 512,
+            "num_gpu_blocks_override": NUM_BLOCKS,
         }
         if connector:
             options["kv_transfer_config"] = KVTransferConfig(

@@ -3,9 +3,10 @@
 import copy
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from offline_engine import OfflineEngine, Request, is_refused, logprobs_of, missing_of, report_of
+from offline_engine import BLOCK, NUM_BLOCKS, OfflineEngine, Request, is_refused, logprobs_of, missing_of, report_of
 from tiny_models import SHAPE, random_tokens
 from transformers import BloomConfig, DeepseekV2Config, Gemma2Config, GPT2Config, MistralConfig, OPTConfig
 from vllm.config import KVTransferConfig
@@ -75,15 +76,35 @@ def test_options_that_cannot_work_are_refused(options, reason, tiny_model, stop_
         OfflineEngine(tiny_model().folder, **options)
 
 
-def test_pipeline_parallelism_is_refused(tiny_model, start_engine):
+def make_connector(tiny_model, start_engine, **options) -> ChoreographConnector:
     caches = start_engine().scheduler.kv_cache_config
     transfer = KVTransferConfig(
         kv_connector="ChoreographConnector", kv_connector_module_path="choreograph.vllm", kv_role="kv_both"
     )
-    arguments = EngineArgs(str(tiny_model().folder), pipeline_parallel_size=2, kv_transfer_config=transfer)
-    config = arguments.create_engine_config()
+    arguments = EngineArgs(str(tiny_model().folder), kv_transfer_config=transfer, **options)
+    return ChoreographConnector(arguments.create_engine_config(), KVConnectorRole.WORKER, caches)
+
+
+def test_pipeline_parallelism_is_refused(tiny_model, start_engine):
     with pytest.raises(ValueError, match="pipeline_parallel_size=2"):
-        ChoreographConnector(config, KVConnectorRole.SCHEDULER, caches)
+        make_connector(tiny_model, start_engine, pipeline_parallel_size=2)
+
+
+def test_versions_without_tests_are_refused(tiny_model, start_engine, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.27.1")
+    with pytest.raises(ValueError, match=r"vLLM 0\.27\.1 is not among the versions tested"):
+        make_connector(tiny_model, start_engine)
+
+
+@pytest.mark.parametrize(
+    ("shape", "advice"),
+    [((2, NUM_BLOCKS, BLOCK), "attention backend"), ((2 * NUM_BLOCKS, BLOCK // 2), f"--block-size {BLOCK // 2}")],
+    ids=["keys apart from values", "blocks divided"],
+)
+def test_pages_that_are_not_blocks_are_refused(shape, advice, tiny_model, start_engine):
+    connector = make_connector(tiny_model, start_engine)
+    with pytest.raises(ValueError, match=advice):
+        connector.register_kv_caches({"layer": torch.zeros(shape)})
 
 
 TEXT = random_tokens(3, 40)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures the loggers below its own
 
-TESTED_VERSIONS = ("0.32",)
+TESTED_VERSIONS = ("0.28", "0.29", "0.30", "0.31", "0.32")
 ARCHITECTURES = (  # whose layers all share one rotary embedding
     "GraniteForCausalLM", "InternLM2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
     "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM",
@@ -59,7 +59,7 @@ class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = OPTIONS | given
         _check_support(vllm_config, kv_cache_config, self._options)
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        self._block_size = spec.block_size
+        self._block_size, self._num_blocks = spec.block_size, kv_cache_config.num_blocks
         self._orders: StepOrders | None = None
         self._scheduler: ReuseScheduler | None = None
         self._worker: ReuseWorker | None = None
@@ -128,6 +128,14 @@ class ChoreographConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         from .reuse_worker import ReuseWorker
 
+        for name, pages in kv_caches.items():
+            if len(pages) != self._num_blocks:
+                share, rest = divmod(len(pages), self._num_blocks)  # rest: keys and values in pages of their own
+                advice = "another attention backend" if rest else f"--block-size {self._block_size // share}"
+                raise UnsupportedCacheError(
+                    f"ChoreographConnector: pages of {name} have shape {tuple(pages.shape)}, not one page for each of "
+                    f"{self._num_blocks} blocks of {self._block_size} tokens: start vLLM with {advice}"
+                )
         layers = self._vllm_config.compilation_config.static_forward_context
         self._worker = ReuseWorker(layers, kv_caches, self._block_size, self._options["store_device"])
 

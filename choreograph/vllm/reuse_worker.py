@@ -28,11 +28,6 @@ class ReuseWorker:
         layer, cache = self._layers[0]
         if any(other.shape != cache.shape or other.stride() != cache.stride() for _, other in self._layers):
             raise UnsupportedCacheError("layers have pages of different shapes")
-        if cache.shape[-2] != block_size:
-            raise UnsupportedCacheError(
-                f"the attention backend divides blocks of {block_size} tokens into pages of {cache.shape[-2]}: start "
-                f"vLLM with --block-size {cache.shape[-2]}"
-            )
         self._reader = PageReader(layer, cache, block_size)
         self._device = cache.device if store_device == "device" else torch.device("cpu")
         self._is_pinned = self._device.type == "cpu" and cache.device.type == "cuda"

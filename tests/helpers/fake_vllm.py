@@ -67,6 +67,7 @@ class FakeVllm:
         self.engine, self.holes, self.root, self.max_model_len = engine, holes, root, max_model_len
         self.entries: dict[tuple[Any, ...], list[Piece]] = {}  # by namespace and name
         self.bodies: list[dict[str, Any]] = []  # of all completions
+        self.hides_errors = False  # of streams without a token yet, as vLLM before 0.32
         self.delay = 0.0  # seconds before a request is admitted
         self.max_in_flight = self._in_flight = 0
         self._references: Counter[int] = Counter()  # of messages by entries
@@ -271,7 +272,7 @@ def create_app(server: FakeVllm) -> FastAPI:
     def completions(body: dict[str, Any]) -> Any:
         deltas = server.run(body)
         if body.get("stream"):
-            return StreamingResponse(_events(deltas), media_type="text/event-stream")
+            return StreamingResponse(_events(deltas, hides_errors=server.hides_errors), media_type="text/event-stream")
         try:
             return _joined(list(deltas))
         except Exception as exc:
@@ -286,7 +287,7 @@ def _error(exc: Exception) -> dict[str, Any]:
     return {"error": {"message": text, "type": type(exc).__name__, "param": None, "code": code}}
 
 
-def _events(deltas: Iterator[dict[str, Any]]) -> Iterator[str]:
+def _events(deltas: Iterator[dict[str, Any]], *, hides_errors: bool) -> Iterator[str]:
     """Yield server-sent events; a stream has no `kv_transfer_params`."""
     usage = None
     try:
@@ -296,7 +297,8 @@ def _events(deltas: Iterator[dict[str, Any]]) -> Iterator[str]:
             yield f"data: {json.dumps(delta)}\n\n"
         yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
     except Exception as exc:
-        yield f"data: {json.dumps(_error(exc))}\n\n"
+        if usage is not None or not hides_errors:
+            yield f"data: {json.dumps(_error(exc))}\n\n"
     yield "data: [DONE]\n\n"
 
 
