@@ -11,13 +11,9 @@ from typing import Any, TypeVar
 from .errors import ConfigError, RequestFailedError
 from .outputs import TokenLogprob
 from .utils import require
+from .vllm.reuse_params import CONNECTOR_OPTION, VERSION
 
 T = TypeVar("T")
-
-START = (
-    'start it with --kv-transfer-config \'{"kv_connector": "ChoreographConnector", "kv_connector_module_path": '
-    '"choreograph.vllm", "kv_role": "kv_both"}\''
-)
 
 
 class ServerRefusedError(RequestFailedError):
@@ -125,8 +121,10 @@ class VllmClient:
             names: names of entries.
         """
         report = (await self.complete(control_body(body, query=list(names)))).report
-        if report is None or report.get("version") != 1:
-            raise ConfigError(f"{self.url} runs no ChoreographConnector of version 1: {START}")
+        if report is None or report.get("version") != VERSION:
+            raise ConfigError(
+                f"{self.url} runs no ChoreographConnector of version {VERSION}: start it with {CONNECTOR_OPTION}"
+            )
         return set(report.get("missing") or ()), bool(report.get("holes"))
 
     async def complete(

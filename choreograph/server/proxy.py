@@ -21,19 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from ..errors import ConfigError
+from ..vllm.reuse_params import CONNECTOR_OPTION, VERSION
 from .api_errors import ApiError
 from .request_body import check_headers, check_path, parse_body
 from .server_config import ProxyConfig, ReuseMode
 from .upstream_answer import HOP_HEADERS, AnswerRecord, Reply, read_events
 from .upstream_prompt import Tokenize, can_reuse, find_cuts, find_turn_tokens, read_prompt
 from .upstream_store import EntryStore, PromptPart, PromptPlan, UpstreamTenant, to_spans
-
-PROTOCOL_VERSION = 1
-
-CONNECTOR_OPTION = (
-    '--kv-transfer-config \'{"kv_connector": "ChoreographConnector", "kv_connector_module_path": "choreograph.vllm", '
-    '"kv_role": "kv_both"}\''
-)
 
 CONNECT_TIMEOUT = 10.0  # seconds; answers may take any time
 
@@ -401,9 +395,9 @@ def check_upstream(config: ProxyConfig) -> bool:
         raise ConfigError(f"{where}: does not answer ({exc or type(exc).__name__}): start it first") from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ConfigError(f"{where}: {path} is not answered as vLLM does: give the address of a vLLM server") from None
-    if state.get("version") != PROTOCOL_VERSION:
+    if state.get("version") != VERSION:
         reason = f"its connector has protocol {state['version']}" if "version" in state else "runs no connector"
-        raise ConfigError(f"{where}: {reason}, not protocol {PROTOCOL_VERSION}: start vLLM with {CONNECTOR_OPTION}")
+        raise ConfigError(f"{where}: {reason}, not protocol {VERSION}: start vLLM with {CONNECTOR_OPTION}")
     return bool(state.get("holes"))
 
 

@@ -7,6 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 VERSION = 1
 FIELD = "choreograph"  # of `kv_transfer_params`
+CONNECTOR_OPTION = (  # of `vllm serve`, as errors show it
+    '--kv-transfer-config \'{"kv_connector": "ChoreographConnector", "kv_connector_module_path": "choreograph.vllm", '
+    '"kv_role": "kv_both"}\''
+)
 MAX_ITEMS = 1024  # spans or stores of one request, which the scheduler plans between two steps
 MAX_NAMES = 16384
 

@@ -103,7 +103,7 @@ class PlanBuilder:
     def __init__(self, tokens: Sequence[int], scope: EntryScope, *, repair: float, can_compute_holes: bool) -> None:
         self.plan = ReusePlan()
         self.end = 0  # of the tokens that are planned
-        self._tokens, self._scope, self._repair = tokens, scope, repair
+        self._tokens, self._repair = tokens, repair
         self._can_compute_holes = can_compute_holes
         self._context = hashlib.sha256(repr(scope).encode())
         self._jumps: list[ReusedRun] = []
