@@ -21,15 +21,15 @@ from typing import Any
 from rich.console import Console
 
 from choreograph import Budget, Engine, SamplingParams
+from choreograph.api.concurrency import run_concurrently
 from choreograph.console import print_table
-from choreograph.engine.concurrency import run_concurrently
-from choreograph.engine.repair import REPAIR_STRATEGIES
-from choreograph.evaluation.datasets import Example
-from choreograph.evaluation.runner import example_seed
-from choreograph.evaluation.statistics import ratio
+from choreograph.features.repair import REPAIR_STRATEGIES
+from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.runner import example_seed
+from choreograph.lab.evaluation.statistics import ratio
+from choreograph.lab.workflows import find
+from choreograph.lab.workflows.run import WorkflowRun, call_workflow
 from choreograph.outputs import Mode
-from choreograph.workflows import find
-from choreograph.workflows.run import WorkflowRun, call_workflow
 
 from .common import engine as make_engine
 from .common import merge_results, provenance, write

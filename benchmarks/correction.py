@@ -30,14 +30,14 @@ from torch import Tensor
 
 from choreograph import Engine
 from choreograph.attention.rope import rotate
-from choreograph.evaluation.statistics import mean
+from choreograph.lab.evaluation.statistics import mean
+from choreograph.lab.training import Trace, make_examples
+from choreograph.lab.training.dataset import load_traces
+from choreograph.lab.training.packed_forward import PackedForwardContext, PackedTrace, full_prompt_indices, pack
+from choreograph.lab.training.trace import TracedCall, TraceSlice, as_full_prompts, iter_decodes
+from choreograph.lab.workflows import find
 from choreograph.models.hf_model import HFModel
 from choreograph.sampling_params import SamplingParams
-from choreograph.training import Trace, make_examples
-from choreograph.training.dataset import load_traces
-from choreograph.training.packed_forward import PackedForwardContext, PackedTrace, full_prompt_indices, pack
-from choreograph.training.trace import TracedCall, TraceSlice, as_full_prompts, iter_decodes
-from choreograph.workflows import find
 
 from .common import estimate_row, last_result, merge_results, provenance, save
 from .distill import PLANS, Plan, fraction_closed, load_engine

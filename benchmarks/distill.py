@@ -20,20 +20,20 @@ from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.console import print_table
-from choreograph.evaluation.datasets import Example, load, make_games, make_pairs, parse_example, records
-from choreograph.evaluation.fidelity import measure_divergence, summarize_divergence
-from choreograph.evaluation.report import format_estimate, score_table, summarize
-from choreograph.evaluation.run_dir import RunDirectory, read_json_object, write_json
-from choreograph.evaluation.runner import evaluate_conditions, make_run_config
-from choreograph.evaluation.statistics import Estimate, Units, difference, mean, ratio
+from choreograph.lab.evaluation.datasets import Example, load, make_games, make_pairs, parse_example, records
+from choreograph.lab.evaluation.fidelity import measure_divergence, summarize_divergence
+from choreograph.lab.evaluation.report import format_estimate, score_table, summarize
+from choreograph.lab.evaluation.run_dir import RunDirectory, read_json_object, write_json
+from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.evaluation.statistics import Estimate, Units, difference, mean, ratio
+from choreograph.lab.training import Trace, TrainConfig, collect_traces, make_examples, train
+from choreograph.lab.training.dataset import TrainingExample, baseline_examples
+from choreograph.lab.training.losses import example_losses
+from choreograph.lab.training.trace import TracedCall
+from choreograph.lab.workflows import WorkflowRun, conditions_of, find
+from choreograph.lab.workflows.run import Condition
 from choreograph.sampling_params import SamplingParams
-from choreograph.training import Trace, TrainConfig, collect_traces, make_examples, train
-from choreograph.training.dataset import TrainingExample, baseline_examples
-from choreograph.training.losses import example_losses
-from choreograph.training.trace import TracedCall
 from choreograph.utils import ensure_dir
-from choreograph.workflows import WorkflowRun, conditions_of, find
-from choreograph.workflows.run import Condition
 
 from .common import (
     FIGURES,

@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
-from choreograph.evaluation.fidelity import measure_divergence, transcripts
-from choreograph.evaluation.report import print_divergence
+from choreograph.lab.evaluation.fidelity import measure_divergence, transcripts
+from choreograph.lab.evaluation.report import print_divergence
+from choreograph.lab.workflows import find
 from choreograph.sampling_params import SamplingParams
-from choreograph.workflows import find
 
 from .common import merge_results, provenance, save
 from .quality import PLANS, conditions_for, examples_of, run, traces_of

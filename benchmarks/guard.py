@@ -20,12 +20,12 @@ import torch
 from rich.console import Console
 
 from choreograph import Engine, Message, SamplingParams
+from choreograph.api.request_tag import RequestTag, tag_requests
 from choreograph.console import print_table
-from choreograph.engine.request_tag import RequestTag, tag_requests
-from choreograph.evaluation.statistics import ratio
+from choreograph.lab.evaluation.statistics import ratio
+from choreograph.lab.workflows import prisoners_dilemma
+from choreograph.lab.workflows.run import Transcript, WorkflowRun
 from choreograph.outputs import Mode
-from choreograph.workflows import prisoners_dilemma
-from choreograph.workflows.run import Transcript, WorkflowRun
 
 from .common import engine as make_engine
 from .common import write

@@ -15,10 +15,10 @@ from typing import Any
 
 from choreograph import CacheConfig, Engine, EngineConfig, Message, SchedulerConfig
 from choreograph.agents import Agent, StepGraph, Workflow
-from choreograph.engine.concurrency import run_concurrently
-from choreograph.engine.session import PromptInput, Session
-from choreograph.evaluation.statistics import mean, ratio
+from choreograph.api.concurrency import run_concurrently
+from choreograph.api.session import PromptInput, Session
 from choreograph.events import Event
+from choreograph.lab.evaluation.statistics import mean, ratio
 
 from .common import (
     FIGURES,

@@ -16,7 +16,7 @@ from benchmarks.simulator import HardwareModel, simulated_engine
 from choreograph import CacheConfig, EngineConfig
 from choreograph.agents import Progress, StepGraph, TransitionStats, Workflow
 from choreograph.agents.step_graph import UNREACHABLE
-from choreograph.evaluation.statistics import bootstrap
+from choreograph.lab.evaluation.statistics import bootstrap
 
 from .common import SIMULATED, Row, estimate_row, greedy, random_tokens, save
 

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from choreograph.models import int4_linear
-from choreograph.models.packed_linear import load_kernel, pack
+from choreograph.models.kernels import int4_linear
+from choreograph.models.kernels.packed_linear import load_kernel, pack
 
 from .common import Row, has_fast_bfloat16, interleaved, median_row, ratio_row, save, seconds
 

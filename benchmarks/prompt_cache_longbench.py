@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.errors import PromptError, SchemaError
-from choreograph.evaluation.datasets import documents_of
+from choreograph.lab.evaluation.datasets import documents_of
 from choreograph.outputs import Mode
 from choreograph.prompt_cache import Prompt, PromptCache
 

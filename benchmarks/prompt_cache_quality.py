@@ -16,11 +16,11 @@ from statistics import fmean
 from typing import Any
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.engine.concurrency import run_concurrently
-from choreograph.evaluation.datasets import documents_of, records
-from choreograph.evaluation.longbench import METRICS, PROMPTS, best_score
-from choreograph.evaluation.metrics import normalize_text
-from choreograph.evaluation.statistics import difference, mean
+from choreograph.api.concurrency import run_concurrently
+from choreograph.lab.evaluation.datasets import documents_of, records
+from choreograph.lab.evaluation.longbench import METRICS, PROMPTS, best_score
+from choreograph.lab.evaluation.metrics import normalize_text
+from choreograph.lab.evaluation.statistics import difference, mean
 from choreograph.prompt_cache import Import, Prompt, PromptCache, Role, Schema, module, schema, system, user
 
 from .common import commit, merge_results, save

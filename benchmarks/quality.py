@@ -16,12 +16,12 @@ from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.console import print_table
-from choreograph.evaluation.datasets import Example, load, make_games, make_pairs
-from choreograph.evaluation.report import format_estimate, score_table, summarize, win_rates
-from choreograph.evaluation.run_dir import RunDirectory, RunRecord
-from choreograph.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.evaluation.datasets import Example, load, make_games, make_pairs
+from choreograph.lab.evaluation.report import format_estimate, score_table, summarize, win_rates
+from choreograph.lab.evaluation.run_dir import RunDirectory, RunRecord
+from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.workflows import Condition, conditions_of, find
 from choreograph.sampling_params import SamplingParams
-from choreograph.workflows import Condition, conditions_of, find
 
 from .common import FIGURES, last_result, merge_results, provenance, save
 from .plots import difference_bars

@@ -22,15 +22,15 @@ import torch
 from rich.console import Console
 
 from choreograph import Budget, Engine, Message, Repair, SamplingParams
+from choreograph.api.request_tag import RequestTag, tag_requests
 from choreograph.console import print_table
-from choreograph.engine.repair import REPAIR_STRATEGIES
-from choreograph.engine.request_tag import RequestTag, tag_requests
-from choreograph.evaluation.runner import example_seed
-from choreograph.evaluation.statistics import Estimate, bootstrap, ratio
+from choreograph.features.repair import REPAIR_STRATEGIES
+from choreograph.lab.evaluation.runner import example_seed
+from choreograph.lab.evaluation.statistics import Estimate, bootstrap, ratio
+from choreograph.lab.workflows import find
+from choreograph.lab.workflows.run import Transcript, WorkflowRun, call_workflow
 from choreograph.outputs import Mode
 from choreograph.viz import Point
-from choreograph.workflows import find
-from choreograph.workflows.run import Transcript, WorkflowRun, call_workflow
 
 from .common import FIGURES, last_result, merge_results, provenance, write
 from .common import engine as make_engine

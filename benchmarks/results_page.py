@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from choreograph.evaluation.report import format_estimate, format_p_value, format_unparsed
+from choreograph.lab.evaluation.report import format_estimate, format_p_value, format_unparsed
 
 from . import repair as repair_benchmark
 from . import results_papers, results_reuse

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from choreograph.evaluation.longbench import METRICS
-from choreograph.evaluation.report import format_estimate
+from choreograph.lab.evaluation.longbench import METRICS
+from choreograph.lab.evaluation.report import format_estimate
 
 HEAD = ("in the paper", "what", "paper", "ours (95%)", "our setting", "`make bench NAME=`")
 Record = Callable[[str], dict[str, Any]]  # loads the JSON result of a benchmark

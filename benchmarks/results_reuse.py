@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from choreograph.evaluation.report import format_estimate
-from choreograph.evaluation.statistics import ratio
+from choreograph.lab.evaluation.report import format_estimate
+from choreograph.lab.evaluation.statistics import ratio
 
 from .reuse import RATE_FACTORS
 

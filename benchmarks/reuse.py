@@ -21,12 +21,10 @@ import torch.distributed as dist
 from peft import PeftModel
 
 from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Message, SamplingParams
-from choreograph.evaluation.report import format_estimate
-from choreograph.evaluation.run_dir import RunDirectory
-from choreograph.evaluation.statistics import difference, mean, ratio
-from choreograph.layer_reuse import LatencyAwareSelector, ParetoPoint, Profile
-from choreograph.layer_reuse.profile import SCORE_LABELS
-from choreograph.layer_reuse.profiler import (
+from choreograph.lab.evaluation.report import format_estimate
+from choreograph.lab.evaluation.run_dir import RunDirectory
+from choreograph.lab.evaluation.statistics import difference, mean, ratio
+from choreograph.lab.profiling.profiler import (
     METRICS,
     PairContext,
     ProfileConfig,
@@ -38,6 +36,8 @@ from choreograph.layer_reuse.profiler import (
     time_patterns,
     with_timings,
 )
+from choreograph.layer_reuse import LatencyAwareSelector, ParetoPoint, Profile
+from choreograph.layer_reuse.profile import SCORE_LABELS
 from choreograph.layer_reuse.remote import RemoteSender
 
 from .common import (

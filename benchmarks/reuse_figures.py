@@ -7,15 +7,15 @@ import numpy as np
 
 from choreograph import Engine, LayerPattern
 from choreograph.errors import ConfigError
-from choreograph.layer_reuse import ParetoPoint, PatternScores, Profile
-from choreograph.layer_reuse.profile import SCORE_LABELS
-from choreograph.layer_reuse.profiler import (
+from choreograph.lab.profiling.profiler import (
     PairContext,
     ProfileConfig,
     QAExample,
     enable_all_patterns,
     group_by_context,
 )
+from choreograph.layer_reuse import ParetoPoint, PatternScores, Profile
+from choreograph.layer_reuse.profile import SCORE_LABELS
 from choreograph.outputs import BASE_MODEL
 
 from . import plots

@@ -1,6 +1,6 @@
 """Models of one family for the measurements of sharing: variants of a base, trained to answer questions about texts.
 
-`train_pairs` trains what is not in the folder yet: a LoRA adapter through `choreograph.training`, and a full fine-tune.
+`train_pairs` trains what is not in the folder yet: a LoRA adapter through `choreograph.lab.training`, and a full fine-tune.
 Questions for training, for profiles and for tests are different ones.
 """
 
@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from choreograph import Engine
-from choreograph.engine.text import Turn
-from choreograph.evaluation.datasets import records
-from choreograph.layer_reuse.profiler import ProfileConfig, QAExample, load_qa_examples, parse_qa_example
+from choreograph.api.chat import Turn
+from choreograph.lab.evaluation.datasets import records
+from choreograph.lab.profiling.profiler import ProfileConfig, QAExample, load_qa_examples, parse_qa_example
+from choreograph.lab.training import TrainConfig, TrainingExample, train
+from choreograph.lab.training.losses import log_likelihood, mean_loss
+from choreograph.lab.training.packed_forward import forward, pack
+from choreograph.lab.training.trace import TracedCall
 from choreograph.models.hf_model import HFModel
-from choreograph.training import TrainConfig, TrainingExample, train
-from choreograph.training.losses import log_likelihood, mean_loss
-from choreograph.training.packed_forward import forward, pack
-from choreograph.training.trace import TracedCall
 
 from .common import has_fast_bfloat16, keep_supporting
 

@@ -7,12 +7,12 @@ point compares the same shape; the baseline shares prefixes across branches and 
 import argparse
 from dataclasses import replace
 
-from choreograph.evaluation.datasets import load
-from choreograph.evaluation.fidelity import speed_rows, time_conditions
+from choreograph.lab.evaluation.datasets import load
+from choreograph.lab.evaluation.fidelity import speed_rows, time_conditions
+from choreograph.lab.workflows import conditions_of, find
+from choreograph.lab.workflows.run import WorkflowRun
+from choreograph.lab.workflows.single_call import solve_prompt
 from choreograph.sampling_params import SamplingParams
-from choreograph.workflows import conditions_of, find
-from choreograph.workflows.run import WorkflowRun
-from choreograph.workflows.single_call import solve_prompt
 
 from .common import FIGURES, Row, engine, save
 from .plots import speedup_over_branches

@@ -29,8 +29,8 @@ import torch
 import uvloop
 
 from choreograph import Engine, SamplingParams
-from choreograph.server import span_index
 from choreograph.server.app import create_app
+from choreograph.server.reuse import span_index
 from choreograph.server.server_config import ServerConfig
 
 from .common import (

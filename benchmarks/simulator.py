@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from choreograph.api.engine import Engine
 from choreograph.attention.backend import ForwardContext
 from choreograph.attention.metadata import AttentionSpec
 from choreograph.attention.rope import Rope
 from choreograph.config import EngineConfig
-from choreograph.engine.engine import Engine
 from choreograph.kv_cache.transfer import Transfer, TransferError
 from choreograph.models.hf_model import HFModel
 from choreograph.models.info import ModelInfo

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 from choreograph import Engine, Message, SamplingParams
+from choreograph.lab.workflows import WorkflowRun, find
 from choreograph.outputs import Usage
-from choreograph.workflows import WorkflowRun, find
 
 from .common import Row, engine, median_row, ratio_row, save, seconds
 

@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from scipy import stats
 
-from choreograph.evaluation import report as shown
-from choreograph.evaluation.splits import examples_for
-from choreograph.evaluation.statistics import Estimate
+from choreograph.lab.evaluation import report as shown
+from choreograph.lab.evaluation.splits import examples_for
+from choreograph.lab.evaluation.statistics import Estimate
+from choreograph.lab.workflows import conditions_of, find
 from choreograph.sampling_params import SamplingParams
 from choreograph.viz import speedup_over_tokens
-from choreograph.workflows import conditions_of, find
 
 from .common import FIGURES, Row, engine, estimate_row, last_result, merge_results, row_from_record, save
 

@@ -8,18 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .api.chat import Turn
+    from .api.engine import Engine
+    from .api.message import Message
+    from .api.session import Session
     from .config import CacheConfig, EngineConfig, SchedulerConfig
-    from .engine.budget import Budget
-    from .engine.cross_model import LayerPattern
-    from .engine.engine import Engine
-    from .engine.explain import Explanation
-    from .engine.message import Message
-    from .engine.repair.strategy import Repair
-    from .engine.session import Session
-    from .engine.text import Turn
     from .errors import ChoreographError
+    from .features.budget import Budget
+    from .features.cross_model import LayerPattern
+    from .features.explain import Explanation
+    from .features.repair.strategy import Repair
     from .outputs import Timing, TokenLogprob, Usage
-    from .remote_session import connect
+    from .remote.remote_session import connect
     from .sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -46,23 +46,23 @@ __all__ = [
 
 # Names are imported on first use: `import choreograph` takes milliseconds, torch is imported with the engine.
 _MODULES = {
-    "Budget": "engine.budget",
+    "Budget": "features.budget",
     "CacheConfig": "config",
     "ChoreographError": "errors",
-    "Engine": "engine.engine",
+    "Engine": "api.engine",
     "EngineConfig": "config",
-    "Explanation": "engine.explain",
-    "LayerPattern": "engine.cross_model",
-    "Message": "engine.message",
-    "Repair": "engine.repair.strategy",
+    "Explanation": "features.explain",
+    "LayerPattern": "features.cross_model",
+    "Message": "api.message",
+    "Repair": "features.repair.strategy",
     "SamplingParams": "sampling_params",
     "SchedulerConfig": "config",
-    "Session": "engine.session",
+    "Session": "api.session",
     "Timing": "outputs",
     "TokenLogprob": "outputs",
-    "Turn": "engine.text",
+    "Turn": "api.chat",
     "Usage": "outputs",
-    "connect": "remote_session",
+    "connect": "remote.remote_session",
 }
 
 

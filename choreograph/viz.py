@@ -13,7 +13,7 @@ from .utils import ensure_writable, require
 
 if TYPE_CHECKING:  # each picture needs its own package only
     from .agents.step_graph import StepGraph
-    from .engine.message import Message
+    from .api.message import Message
     from .prompt_cache.layout import Layout
 
 Point = tuple[float, float]

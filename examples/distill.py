@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 from choreograph import Engine, SamplingParams
-from choreograph.evaluation.datasets import Example
-from choreograph.training import TrainConfig, collect_traces, train_from_traces
-from choreograph.workflows import find
-from choreograph.workflows.run import run_workflow
+from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.training import TrainConfig, collect_traces, train_from_traces
+from choreograph.lab.workflows import find
+from choreograph.lab.workflows.run import run_workflow
 
 WORKFLOW = str(Path(__file__).with_name("own_workflow.py"))
 THINGS = ("bridge", "clock", "kite", "drum")  # use a hundred tasks or more, and longer texts

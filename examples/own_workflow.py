@@ -3,7 +3,7 @@
 choreograph run examples/own_workflow.py --task "Describe the sea."
 """
 
-from choreograph.workflows import Condition, WorkflowRun
+from choreograph.lab.workflows import Condition, WorkflowRun
 
 CONDITIONS = {"baseline": Condition("prefix"), "choreographed": Condition("choreographed")}
 
@@ -22,7 +22,7 @@ def run(p: WorkflowRun, task: str, *, critics: int = 2):
 
 if __name__ == "__main__":
     from choreograph import Engine, SamplingParams
-    from choreograph.workflows.run import run_workflow
+    from choreograph.lab.workflows.run import run_workflow
 
     done = run_workflow(
         Engine.from_pretrained(), run, "Describe the sea.", mode="choreographed",

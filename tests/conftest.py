@@ -13,7 +13,7 @@ if shutil.which("nvidia-smi") is None and not Path("/dev/nvidia0").exists():
 
 from helpers.shape_checks import check_shapes
 
-check_shapes("choreograph.attention", "choreograph.kv_cache", "choreograph.engine.sampler")
+check_shapes("choreograph.attention", "choreograph.kv_cache", "choreograph.execution.sampler")
 
 import pytest
 from helpers import tiny_models
@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention import autotune as measured
-from choreograph.models import graph_cache
+from choreograph.models.compilation import graph_cache
 from choreograph.models.loader import bundled_gguf, convert_gguf
 
 STOP = 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from choreograph import Engine, SamplingParams, Turn
-from choreograph.engine.text import ChatTemplate
+from choreograph.api.chat import ChatTemplate
 from choreograph.errors import ConfigError, InvalidTokensError, SamplingError
 
 CHATML = (

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from choreograph.cli.demo import run_demo
 from choreograph.cli.main import app, main
 from choreograph.console import make_console, print_table
 from choreograph.errors import ConfigError, ModelError
+from choreograph.lab.commands.demo import run_demo
 from choreograph.utils import atomic_write_text
 
 runner = CliRunner()
@@ -165,7 +165,7 @@ IMPORTS = """
 import gc, sys
 from choreograph.cli.common import open_engine
 engine = open_engine({folder!r}, "float32")
-unused = ("transformers.models.bloom", "choreograph.models.graph_passes", "choreograph.models.gguf_tokenizer")
+unused = ("transformers.models.bloom", "choreograph.models.compilation.graph_passes", "choreograph.models.gguf.gguf_tokenizer")
 print([name for name in sys.modules if name.startswith(unused)], gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
 

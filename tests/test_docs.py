@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-PACKAGES = ("", ".agents", ".layer_reuse", ".prompt_cache", ".training", ".workflows")
+PACKAGES = ("", ".agents", ".layer_reuse", ".prompt_cache", ".lab.training", ".lab.workflows")
 
 
 def nav_pages(entry: object) -> list[str]:

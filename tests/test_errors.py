@@ -11,9 +11,9 @@ from transformers import MambaConfig, MambaForCausalLM
 import choreograph
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph import errors as e
+from choreograph.lab.workflows import check_options
+from choreograph.lab.workflows.run import run_workflow
 from choreograph.models.loader import bundled_gguf
-from choreograph.workflows import check_options
-from choreograph.workflows.run import run_workflow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LAST = 511
@@ -333,7 +333,7 @@ def test_texts_of_nothing(embedded):
 def test_a_chat_turn_that_is_rendered_as_nothing(embedded):
     chat = embedded.chat
     try:
-        embedded.chat = choreograph.engine.text.ChatTemplate(_Silent())
+        embedded.chat = choreograph.api.chat.ChatTemplate(_Silent())
         with embedded.session() as session:
             for call in (session.prefill, session.decode):
                 with pytest.raises(e.ChoreographError):

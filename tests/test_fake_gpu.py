@@ -14,9 +14,9 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.lines import PARTS as LINES
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention import triton_backend as triton
-from choreograph.models.cuda_graph import CudaGraphForward
+from choreograph.lab.training import TrainConfig, train
+from choreograph.models.compilation.cuda_graph import CudaGraphForward
 from choreograph.models.loader import DEFAULT_MODEL
-from choreograph.training import TrainConfig, train
 
 SHORT = SamplingParams(max_tokens=5)
 WAYS = [

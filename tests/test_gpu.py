@@ -14,8 +14,8 @@ from choreograph.attention import reference
 from choreograph.attention import triton_backend as triton
 from choreograph.attention.metadata import AttentionCall, AttentionMetadata, AttentionSpec, HeadShape
 from choreograph.attention.rope import Rope
-from choreograph.engine.request import DecodeState
-from choreograph.engine.sampler import sample
+from choreograph.execution.sampler import sample
+from choreograph.request.request import DecodeState
 
 pytestmark = pytest.mark.gpu
 

@@ -68,7 +68,7 @@ def test_workers_on_ray_name_their_extra(command):
 def test_evaluation_names_its_extra():
     code = """
 from choreograph.errors import MissingDependencyError
-from choreograph.evaluation import metrics, statistics
+from choreograph.lab.evaluation import metrics, statistics
 for module, call in (
     ("math_verify", lambda: metrics.math_equal("1", "x")),
     ("lemminflect", lambda: metrics.concept_coverage("a dog", ["dog"])),

@@ -64,8 +64,8 @@ def test_a_step_that_breaks_anywhere_is_as_if_it_had_not_been(where, monkeypatch
                 if where == "forward":
                     patch.setattr(engine.core.hf_model, "forward", broken)
                 else:
-                    module = "scheduler" if where == "Batch.add_chunk" else "model_runner"
-                    patch.setattr(f"choreograph.engine.{module}.{where}", broken)
+                    module = "core.scheduler" if where == "Batch.add_chunk" else "execution.model_runner"
+                    patch.setattr(f"choreograph.{module}.{where}", broken)
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
             engine.check()

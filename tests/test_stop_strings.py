@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import SamplingParams
-from choreograph.engine.request import DecodeState
 from choreograph.errors import SamplingError
+from choreograph.request.request import DecodeState
 from choreograph.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOKEN_IDS
 from choreograph.stop_strings import ROOT, StopAutomaton, stop_automaton
 

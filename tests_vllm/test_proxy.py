@@ -7,7 +7,7 @@ import pytest
 from helpers.live_proxy import serving_proxy
 from vllm_server import MODEL, VllmServer
 
-from choreograph.server.upstream_store import SOURCES
+from choreograph.server.proxy.upstream_store import SOURCES
 
 LEFT, RIGHT = (
     "The old mill on the river has ground corn for the town.",

@@ -15,8 +15,8 @@ from tiny_models import VOCABULARY, random_tokens
 from vllm_server import MODEL, VllmServer
 
 from choreograph import Engine, SamplingParams, connect
-from choreograph.workflows import find
-from choreograph.workflows.run import WorkflowResult, run_workflow
+from choreograph.lab.workflows import find
+from choreograph.lab.workflows.run import WorkflowResult, run_workflow
 from examples import examples
 
 TOLERANCE = 2e-4

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig
-from choreograph.evaluation.statistics import Estimate
+from choreograph.lab.evaluation.statistics import Estimate
 from choreograph.models.loader import DEFAULT_MODEL, load_tokenizer
 
 from ..common import random_tokens

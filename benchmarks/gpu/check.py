@@ -13,8 +13,8 @@ import torch
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention.backend import ForwardContext
-from choreograph.models.cuda_graph import CudaGraphForward
-from choreograph.training.dry_run import DryRunModel
+from choreograph.lab.training.dry_run import DryRunModel
+from choreograph.models.compilation.cuda_graph import CudaGraphForward
 
 from ..common import Row, greedy, last_result, median_row, random_tokens, row_from_record, seconds, write
 from .bench import Bench

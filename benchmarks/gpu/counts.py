@@ -9,17 +9,17 @@ import numpy as np
 import torch
 
 from choreograph import CacheConfig, Engine, EngineConfig
+from choreograph.api.session import Session
 from choreograph.attention.backend import ForwardContext
 from choreograph.attention.metadata import AttentionMetadata, AttentionSpec
 from choreograph.attention.rope import Rope
-from choreograph.engine.session import Session
 from choreograph.events import Event
+from choreograph.lab.training.dry_run import DryRunModel
+from choreograph.lab.workflows import WorkflowRun, conditions_of, find
+from choreograph.lab.workflows.run import Transcript, parallel_groups
 from choreograph.models.info import ModelInfo
 from choreograph.outputs import Mode
 from choreograph.sampling_params import SamplingParams
-from choreograph.training.dry_run import DryRunModel
-from choreograph.workflows import WorkflowRun, conditions_of, find
-from choreograph.workflows.run import Transcript, parallel_groups
 
 from .shape import Flow, Shape
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from benchmarks.simulator import HardwareModel, simulated_engine
 from choreograph import Engine, EngineConfig
-from choreograph.evaluation.statistics import ratio
+from choreograph.lab.evaluation.statistics import ratio
 
 from ..kvflow import AWARE, DEVICE_ONLY, REACTIVE, CacheSetup, EngineFactory, Team, make_setups
 from .bench import Bench, PartResult

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from choreograph import CacheConfig, EngineConfig
-from choreograph.engine.cross_model import LayerPattern
-from choreograph.layer_reuse.profiler import time_patterns
+from choreograph.features.cross_model import LayerPattern
+from choreograph.lab.profiling.profiler import time_patterns
 
 from .bench import Bench, PartResult, now
 from .budget import Allowance

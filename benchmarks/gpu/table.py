@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from choreograph.evaluation.statistics import Estimate
+from choreograph.lab.evaluation.statistics import Estimate
 
 from ..common import Row, median_row
 from . import kvflow, predictions

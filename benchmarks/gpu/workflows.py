@@ -1,8 +1,8 @@
 """The papers' workflows, prefix mode against choreographed on the same tokens, in turns, one task after the other."""
 
-from choreograph.evaluation.datasets import Example
-from choreograph.evaluation.fidelity import speed_rows, time_conditions
-from choreograph.workflows import conditions_of, find
+from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.fidelity import speed_rows, time_conditions
+from choreograph.lab.workflows import conditions_of, find
 
 from .bench import Bench, Measure, PartResult
 from .budget import Allowance

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..engine.placement import namespace_of
-from ..engine.request import Request
-from ..engine.session import Session
+from ..api.session import Session
+from ..context.placement import namespace_of
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.fixed_parts import prefix_key
 from ..kv_cache.hashing import content_hash
 from ..kv_cache.prefix_tree import MIN_SHARED_PREFILL_TOKENS, common_prefix_len
+from ..request.request import Request
 
 
 class FixedPart(NamedTuple):

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from ..api.message import Message, MessageSlice, unwrap_slice
+from ..api.request_tag import RequestTag, tag_requests
+from ..api.session import PromptInput, Session
 from ..config import check_count
-from ..engine.message import Message, MessageSlice, unwrap_slice
-from ..engine.request import Request
-from ..engine.request_tag import RequestTag, tag_requests
-from ..engine.session import PromptInput, Session
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event
 from ..kv_cache.eviction import EvictionHints
 from ..namespace import Client
+from ..request.request import Request
 from .fixed_prefix import FixedPrefix, content_hashes
 from .step_graph import UNREACHABLE, Progress, StepGraph, TransitionStats
 

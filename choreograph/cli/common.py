@@ -10,7 +10,7 @@ import typer
 
 from ..errors import ConfigError
 from ..outputs import BASE_MODEL, Mode
-from ..remote_session import connect
+from ..remote.remote_session import connect
 from ..utils import check_on_hub, importing_torch, require
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -116,12 +116,12 @@ def open_engine(
     from ..config import EngineConfig
 
     with importing_torch():
-        from ..engine.engine import Engine
+        from ..api.engine import Engine
 
         quiet_transformers()
     engine = Engine.from_pretrained(model, dtype=dtype, device=device, config=EngineConfig(compile=compile))
     if adapter is not None or direct is not None:
-        from ..training.train import check_adapter_usage
+        from ..lab.training.train import check_adapter_usage
 
         if adapter is not None:
             check_adapter_usage(adapter, adapter_stages or [], engine.core.hf_model)
@@ -150,7 +150,7 @@ def open_ray_workers(
     """
     if address is None:
         return nullcontext()
-    from ..evaluation.ray_workers import RayWorkers
+    from ..lab.evaluation.ray_workers import RayWorkers
 
     return RayWorkers(load_engine, engine, address=address, num_workers=num_workers)
 

@@ -14,24 +14,16 @@ import typer
 
 from ..console import format_ms, make_console, print_table, print_text
 from ..errors import ChoreographError, ConfigError
+from ..lab.commands import explain_command, reuse_commands, train_commands
 from ..outputs import BASE_MODEL
-from . import (
-    common,
-    explain_command,
-    prompt_cache_commands,
-    proxy_command,
-    reuse_commands,
-    serve_command,
-    step_graph_commands,
-    train_commands,
-)
+from . import common, prompt_cache_commands, proxy_command, serve_command, step_graph_commands
 from .common import adapter_name, open_engine, parse_options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..engine.message import Message
-    from ..workflows import StageCall
+    from ..api.message import Message
+    from ..lab.workflows import StageCall
 
 app = typer.Typer(
     name="choreograph",
@@ -140,7 +132,7 @@ def demo(
     as_json: common.JsonOption = False,
 ) -> None:
     """Compare Tree of Thoughts in prefix mode and choreographed, on equal tokens."""
-    from .demo import run_demo
+    from ..lab.commands.demo import run_demo
 
     console = make_console(quiet=as_json)
     with console.status("loading the model") if console.is_terminal else nullcontext():
@@ -170,9 +162,9 @@ def run(
     as_json: common.JsonOption = False,
 ) -> None:
     """Run one workflow; print its calls, the answer and stage costs."""
+    from ..lab.workflows import find
+    from ..lab.workflows.run import run_workflow
     from ..sampling_params import SamplingParams
-    from ..workflows import find
-    from ..workflows.run import run_workflow
 
     computed_by, function = adapter_name(adapter, adapter_stage), find(workflow)
     text = sys.stdin.read().strip() if task == "-" else task
@@ -264,11 +256,11 @@ def evaluate(
     as_json: common.JsonOption = False,
 ) -> None:
     """Score a workflow under its conditions: accuracy, differences, fidelity, win rates."""
-    from ..evaluation import report
-    from ..evaluation.splits import examples_for
+    from ..lab.evaluation import report
+    from ..lab.evaluation.splits import examples_for
+    from ..lab.training.train import check_unseen
+    from ..lab.workflows import find
     from ..sampling_params import SamplingParams
-    from ..training.train import check_unseen
-    from ..workflows import find
 
     adapter_name(adapter, adapter_stage)
     common.check_ray_options(ray, ray_workers)
@@ -338,10 +330,10 @@ def bench(
     as_json: common.JsonOption = False,
 ) -> None:
     """Time a workflow in all its conditions, forced to the same tokens."""
-    from ..evaluation import report
-    from ..evaluation.splits import examples_for
+    from ..lab.evaluation import report
+    from ..lab.evaluation.splits import examples_for
+    from ..lab.workflows import find
     from ..sampling_params import SamplingParams
-    from ..workflows import find
 
     common.check_ray_options(ray, ray_workers)
     function = find(workflow)

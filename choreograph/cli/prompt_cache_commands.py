@@ -199,7 +199,7 @@ def _layout_bar(module: "ModuleLayout", length: int, width: int) -> str:
 
 def _load_layout(schema: Path, model: str) -> Any:
     """Return a schema's layout and the tokenizer, without loading weights."""
-    from ..engine.text import ChatTemplate
+    from ..api.chat import ChatTemplate
     from ..models.loader import load_tokenizer
     from ..prompt_cache.layout import ChatTokenizer, compute_layout
     from ..prompt_cache.parser import load_schema

@@ -28,7 +28,7 @@ def proxy(
         require(module, "serve")
     require("httpx", "remote")
     with importing_torch():
-        from ..server.proxy import check_upstream, create_proxy_app
+        from ..server.proxy.proxy_app import check_upstream, create_proxy_app
         from ..server.server_config import ProxyConfig
 
     config = ProxyConfig(

@@ -222,8 +222,8 @@ def _engine_opener(options: dict[str, Any]) -> Any:
     model, dtype, device, compile = (options.pop(name) for name in ("model", "dtype", "device", "compile"))
     if model.lower() != common.DEFAULT_MODEL:
         common.check_on_hub(model)
+    from ..api.engine import Engine
     from ..config import CacheConfig, EngineConfig
-    from ..engine.engine import Engine
 
     common.quiet_transformers()
     config = EngineConfig(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..namespace import Client, Namespace
-from ..server.chat_prompt import ChatPrompt, Segment
+from ..server.openai.chat_prompt import ChatPrompt, Segment
 from ..server.server_config import ReuseMode
 
 if TYPE_CHECKING:

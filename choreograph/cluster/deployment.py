@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..api.engine import Engine
 from ..config import CacheConfig, EngineConfig, NonNegativeInt, PositiveInt, validated
-from ..engine.engine import Engine
 from ..errors import ConfigError
 from ..models.loader import DEFAULT_MODEL
 from ..server.server_config import ServerConfig

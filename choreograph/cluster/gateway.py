@@ -12,16 +12,16 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from ..agents import StepGraph
-from ..engine.text import ChatTemplate
+from ..api.chat import ChatTemplate
 from ..errors import RequestFailedError, SessionClosedError
 from ..namespace import Namespace
 from ..outputs import EngineStats
-from ..server.answer_plan import Plan
 from ..server.api_errors import ApiError
 from ..server.app import create_service_app
 from ..server.engine_thread import ChoiceUpdate, Generation
-from ..server.message_store import may_reuse_layers
 from ..server.resumption import SentAnswer
+from ..server.reuse.answer_plan import Plan
+from ..server.reuse.message_store import may_reuse_layers
 from ..server.running_request import GenerationSpec, RunningRequest
 from ..server.server_config import ServerConfig
 from ..server.service import SESSION_HEADERS, InferenceService

@@ -15,13 +15,13 @@ from typing import Any
 
 from fastapi import Request
 
-from ..engine.kv_export import KVSnapshot, copy_kv, try_copy_kv
-from ..engine.request import RequestState
+from ..api.kv_export import KVSnapshot, copy_kv, try_copy_kv
 from ..errors import LostContextError
 from ..kv_cache.tiers import as_bytes
-from ..server.chat_prompt import Segment
+from ..request.request import RequestState
 from ..server.engine_thread import ChoiceUpdate
-from ..server.message_store import StoredMessage, WorkflowKey
+from ..server.openai.chat_prompt import Segment
+from ..server.reuse.message_store import StoredMessage, WorkflowKey
 from ..server.running_request import GenerationSpec, RunningRequest
 from ..server.service import InferenceService
 from .content_keys import segment_key

@@ -12,13 +12,13 @@ from typing import Any
 from ray import serve
 
 from ..agents import StepGraph
-from ..engine.engine import Engine
+from ..api.engine import Engine
 from ..models.info import ModelInfo
 from ..outputs import BASE_MODEL, EngineStats
-from ..server.answer_plan import SourceCounts
 from ..server.api_errors import ApiError, to_api_error
 from ..server.app import create_app
 from ..server.engine_thread import ChoiceUpdate, load_engine
+from ..server.reuse.answer_plan import SourceCounts
 from ..server.running_request import GenerationSpec
 from ..server.server_config import ServerConfig
 from ..server.service import InferenceService

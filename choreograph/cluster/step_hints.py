@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ..agents import StepGraph
 from ..agents.step_graph import Progress
 from ..namespace import Client
-from ..server.chat_prompt import ChatPrompt, Segment
+from ..server.openai.chat_prompt import ChatPrompt, Segment
 from ..server.running_request import GenerationSpec
 
 MAX_RUNS_OF_TENANT = 256  # workflows that are followed; the least recently used are forgotten

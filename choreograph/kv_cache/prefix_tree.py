@@ -11,7 +11,7 @@ from .entry import KVEntry, KVSlice
 from .hashing import content_hash
 
 if TYPE_CHECKING:
-    from ..engine.request import Request
+    from ..request.request import Request
     from .manager import KVCacheManager
 
 MIN_SHARED_TOKENS = 4  # shorter headers are cheaper to compute than to copy

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..engine.cross_model import LayerPattern
-from ..engine.engine import Engine
-from ..engine.kv_export import resident
-from ..engine.message import Message, MessageSlice, unwrap_slice
+from ..api.engine import Engine
+from ..api.kv_export import resident
+from ..api.message import Message, MessageSlice, unwrap_slice
 from ..errors import InvalidRequestError
+from ..features.cross_model import LayerPattern
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.pool import LayerKeyValues
 

@@ -19,15 +19,15 @@ import numpy as np
 from pydantic import ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from ..engine.cross_model import EngineLoad, LayerPattern
-from ..engine.engine import Engine
+from ..api.engine import Engine
 from ..errors import ConfigError, DataError
+from ..features.cross_model import EngineLoad, LayerPattern
 from ..models.model_set import REMOTE_SUFFIX
 from ..outputs import BASE_MODEL
 from ..utils import atomic_write_text, ensure_dir, ensure_writable, require
 
 if TYPE_CHECKING:
-    from ..evaluation.statistics import Estimate
+    from ..lab.evaluation.statistics import Estimate
 
 VERSION = 3  # of the file; earlier ones had other keys
 
@@ -100,7 +100,7 @@ class Profile:
     def loss(self, values: Sequence[float]) -> "Estimate":
         """Estimate the mean loss of `values` against `receiver_scores`, paired by input."""
         require("statsmodels", "eval")
-        from ..evaluation.statistics import difference
+        from ..lab.evaluation.statistics import difference
 
         return difference(self.receiver_scores, values)
 

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api.engine import Engine
+from ..api.kv_export import cancel_reservation, reserve, resident, start_remote_load
+from ..api.message import Message, MessageSlice
+from ..api.session import PromptInput, Session
+from ..api.validation import Offsets, check_choreographed
 from ..attention.metadata import AttentionSpec
 from ..attention.rope import rotate
-from ..engine.cross_model import LayerPattern, TransferLoad, parse_layer_pattern
-from ..engine.engine import Engine
-from ..engine.kv_export import cancel_reservation, reserve, resident, start_remote_load
-from ..engine.message import Message, MessageSlice
-from ..engine.session import PromptInput, Session
-from ..engine.validation import Offsets, check_choreographed
 from ..errors import CacheFullError, ConfigError, InvalidRequestError, ModelError, WrongSessionError
+from ..features.cross_model import LayerPattern, TransferLoad, parse_layer_pattern
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.tiers import TransferOps
 from ..kv_cache.transfer import Transfer, make_executor

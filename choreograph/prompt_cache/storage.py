@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as dump_tensors
 
-from ..engine.kv_export import KVSnapshot
+from ..api.kv_export import KVSnapshot
 from ..errors import CacheFileError, ConfigError
 from ..utils import atomic_write, atomic_write_text
 

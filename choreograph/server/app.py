@@ -17,17 +17,16 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
-from ..engine.engine import Engine
-from ..engine.validation import check_tokens
+from ..api.engine import Engine
+from ..api.validation import check_tokens
 from ..errors import ChoreographError
-from . import text_completions
-from .agent_tracking import read_declaration
 from .api_errors import ApiError, to_api_error
-from .chat_completions import ChatAnswer, prepare
-from .chat_messages import as_turn
-from .event_stream import stream_events
 from .limits import RequestSlots
-from .protocol import (
+from .openai import text_completions
+from .openai.chat_completions import ChatAnswer, prepare
+from .openai.chat_messages import as_turn
+from .openai.event_stream import stream_events
+from .openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -37,10 +36,11 @@ from .protocol import (
     continues_last,
     tool_dicts,
 )
-from .remote_sessions import add_remote_routes
+from .openai.response_store import ResponseStore
+from .openai.responses_api import ResponseAnswer, to_chat
 from .request_body import OPTION_CHARS, check_path, checked_route
-from .response_store import ResponseStore
-from .responses_api import ResponseAnswer, to_chat
+from .reuse.agent_tracking import read_declaration
+from .reuse.remote_sessions import add_remote_routes
 from .server_config import ServerConfig
 from .service import InferenceService
 
@@ -185,7 +185,7 @@ def create_service_app(service: InferenceService) -> FastAPI:
     _add_inference_routes(app, service)
     dashboard = None
     if config.dashboard:
-        from .dashboard import add_dashboard
+        from .dashboard.dashboard_page import add_dashboard
 
         dashboard = add_dashboard(app, service)
     return app

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from ..engine.engine import Engine
-from ..engine.message import Message
-from ..engine.request import RequestState
+from ..api.engine import Engine
+from ..api.message import Message
 from ..errors import RequestFailedError, SessionClosedError
 from ..kv_cache.manager import POLL_SECONDS
 from ..outputs import FinishReason, Timing, TokenLogprob
+from ..request.request import RequestState
 from ..utils import as_exception, call_all, freeze_objects
 
 T = TypeVar("T")

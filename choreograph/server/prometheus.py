@@ -5,7 +5,7 @@ from typing import Any
 
 from ..outputs import EngineStats, Timing
 from ..utils import require
-from .answer_plan import SOURCES, SourceCounts
+from .reuse.answer_plan import SOURCES, SourceCounts
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 

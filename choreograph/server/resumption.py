@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from ..engine.request import TokenMask
+from ..request.request import TokenMask
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from ..engine.message import Message
-from ..engine.request import TokenMask
+from ..api.message import Message
 from ..errors import RequestFailedError
 from ..outputs import TokenLogprob
+from ..request.request import TokenMask
 from ..sampling_params import SamplingParams
 from ..utils import call_all
-from .agent_tracking import AgentStep
-from .answer_plan import Answer, Plan, SourceCounts
 from .api_errors import ApiError
-from .chat_prompt import ChatPrompt
+from .dashboard.request_log import RequestRecord
 from .engine_thread import ChoiceUpdate, Generation
-from .message_store import WorkflowKey
-from .request_log import RequestRecord
+from .openai.chat_prompt import ChatPrompt
 from .resumption import ForcedPrefix, SentAnswer
-from .schema_store import SchemaPrompt
+from .reuse.agent_tracking import AgentStep
+from .reuse.answer_plan import Answer, Plan, SourceCounts
+from .reuse.message_store import WorkflowKey
+from .reuse.schema_store import SchemaPrompt
 from .server_config import ReuseMode
-from .structured import Constraint
+from .structured.constraints import Constraint
 from .tracing import RequestSpan
 
 if TYPE_CHECKING:

@@ -11,26 +11,26 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from ..engine.engine import Engine
-from ..engine.validation import check_tokens
+from ..api.engine import Engine
+from ..api.validation import check_tokens
 from ..errors import ConfigError, InvalidRequestError
 from ..namespace import Client
 from ..outputs import BASE_MODEL, EngineStats
 from .api_errors import ApiError, context_exceeded
-from .chat_prompt import ChatPrompt, ChatRenderer
+from .dashboard.request_log import RequestLog
 from .engine_thread import EngineThread
 from .limits import TenantShare
-from .message_store import MessageStore, WorkflowKey
-from .output_parser import CALL_START, THINK_START
+from .openai.chat_prompt import ChatPrompt, ChatRenderer
+from .openai.protocol import ChoreographyOptions
+from .openai.token_text import TokenBytes
 from .prometheus import ServerMetrics
-from .protocol import ChoreographyOptions
-from .request_log import RequestLog
-from .reuse import ReusePlanner
+from .reuse.message_store import MessageStore, WorkflowKey
+from .reuse.reuse_planner import ReusePlanner
+from .reuse.schema_store import SchemaStore
 from .running_request import GenerationSpec, RunningRequest
-from .schema_store import SchemaStore
 from .server_config import ReuseMode, ServerConfig
-from .structured import GrammarCompiler
-from .token_text import TokenBytes
+from .structured.constraints import GrammarCompiler
+from .structured.output_parser import CALL_START, THINK_START
 from .tracing import Tracing, otlp_provider
 from .work_pool import WorkPool
 

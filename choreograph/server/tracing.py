@@ -6,8 +6,8 @@ from typing import Any
 
 from ..outputs import Timing
 from ..utils import require
-from .answer_plan import SourceCounts
 from .api_errors import ApiError
+from .reuse.answer_plan import SourceCounts
 
 SERVICE_NAME = "choreograph"
 

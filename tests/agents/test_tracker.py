@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from choreograph import SamplingParams
 from choreograph.agents import StepGraph, TransitionStats, Workflow
-from choreograph.engine.concurrency import run_concurrently
+from choreograph.api.concurrency import run_concurrently
 from choreograph.errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError, SessionClosedError
 
 NAMES = ("a", "b", "c", "d")

@@ -7,9 +7,9 @@ import pytest
 from benchmarks.correction import Correction, CorrectionExperiment
 from benchmarks.distill import PLANS
 from choreograph import SamplingParams
-from choreograph.evaluation.datasets import Example, make_games
-from choreograph.training import collect_traces
-from choreograph.workflows import find
+from choreograph.lab.evaluation.datasets import Example, make_games
+from choreograph.lab.training import collect_traces
+from choreograph.lab.workflows import find
 
 SERIAL = replace(PLANS["multi_qa"], condition="serial")  # every question stands where the baseline has it
 PAIR = Example("p", "pair", ["What is one plus one?", "What is one plus two?"], {"first": {}, "second": {}})

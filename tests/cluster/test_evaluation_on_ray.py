@@ -18,13 +18,13 @@ from choreograph.cli import common
 from choreograph.cli.main import app
 from choreograph.console import make_console
 from choreograph.errors import ConfigError
-from choreograph.evaluation.datasets import Example, make_games
-from choreograph.evaluation.ray_workers import EngineWorker, RayWorkers
-from choreograph.evaluation.report import bench
-from choreograph.evaluation.run_dir import RunDirectory
-from choreograph.evaluation.runner import describe_engine, evaluate_conditions, make_run_config
-from choreograph.training import collect_traces, load_traces
-from choreograph.workflows import Condition, conditions_of, find
+from choreograph.lab.evaluation.datasets import Example, make_games
+from choreograph.lab.evaluation.ray_workers import EngineWorker, RayWorkers
+from choreograph.lab.evaluation.report import bench
+from choreograph.lab.evaluation.run_dir import RunDirectory
+from choreograph.lab.evaluation.runner import describe_engine, evaluate_conditions, make_run_config
+from choreograph.lab.training import collect_traces, load_traces
+from choreograph.lab.workflows import Condition, conditions_of, find
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=6)
 

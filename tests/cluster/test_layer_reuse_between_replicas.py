@@ -17,7 +17,7 @@ from helpers.transfer_failures import BY_LAYER, FAILURES, flip
 from transformers import AutoTokenizer
 
 from choreograph.cluster import message_transfer
-from choreograph.server.chat_prompt import Segment
+from choreograph.server.openai.chat_prompt import Segment
 
 PATTERNS = pytest.mark.parametrize("pattern", [(1, 1, 1), (0, 1, 2), (1, 2, 3)], ids=["head", "inside", "both"])
 

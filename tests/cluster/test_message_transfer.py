@@ -16,7 +16,7 @@ from helpers.transfer_failures import BY_LAYER, FAILURES, HEADER_FAILURES, gone
 from choreograph import SamplingParams
 from choreograph.cluster import message_transfer
 from choreograph.cluster.message_transfer import TransferCosts
-from choreograph.server.chat_prompt import Segment
+from choreograph.server.openai.chat_prompt import Segment
 
 
 @BY_LAYER

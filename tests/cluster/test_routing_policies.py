@@ -11,8 +11,8 @@ from choreograph.cluster.content_keys import anchor_keys, answer_keys, prompt_ke
 from choreograph.cluster.routing import POLICIES, MessageAffinity, RouteRequest, choose, create_policy
 from choreograph.errors import ConfigError
 from choreograph.namespace import Client, Namespace
-from choreograph.server.chat_prompt import ChatPrompt, Segment
-from choreograph.server.message_store import WorkflowKey
+from choreograph.server.openai.chat_prompt import ChatPrompt, Segment
+from choreograph.server.reuse.message_store import WorkflowKey
 from choreograph.server.running_request import GenerationSpec
 
 IDLE = {"a": 0, "b": 0, "c": 0}

@@ -22,7 +22,7 @@ from choreograph.cluster.routing import choose, create_policy
 from choreograph.cluster.step_hints import StepHints
 from choreograph.namespace import Namespace
 from choreograph.server.app import create_app
-from choreograph.server.chat_prompt import ChatPrompt, Segment
+from choreograph.server.openai.chat_prompt import ChatPrompt, Segment
 from choreograph.server.server_config import ServerConfig
 
 GRAPH = StepGraph.read({"agents": {"writer": None, "reviewer": "writer"}, "repeats": True})

@@ -6,9 +6,9 @@ import torch
 from helpers import tiny_models
 
 from choreograph import Budget, Repair, SamplingParams
-from choreograph.engine.budget import MAX_STAGES, MIN_SAMPLES, SHARES
-from choreograph.engine.explain import measure_repairs
 from choreograph.errors import ConfigError, DataError
+from choreograph.features.budget import MAX_STAGES, MIN_SAMPLES, SHARES
+from choreograph.features.explain import measure_repairs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 

@@ -9,10 +9,10 @@ from helpers import tiny_models
 from helpers.chat_templates import TEMPLATES
 
 from choreograph import Engine, SamplingParams, Turn
-from choreograph.engine.text import ChatTemplate
+from choreograph.api.chat import ChatTemplate
 from choreograph.errors import ConfigError
-from choreograph.workflows import multi_qa, prisoners_dilemma
-from choreograph.workflows.run import WorkflowRun
+from choreograph.lab.workflows import multi_qa, prisoners_dilemma
+from choreograph.lab.workflows.run import WorkflowRun
 
 FOLDING = ("gemma-2", "gemma-3", "llama-2", "mistral-1", "mistral-1-system", "mistral-3", "phi-3-first")
 SYSTEM_FIRST = ("deepseek-r1", "gpt-oss")  # no system turn after others

@@ -8,7 +8,7 @@ from greenlet import GreenletExit, greenlet
 from helpers import tiny_models
 
 from choreograph import SamplingParams
-from choreograph.engine.concurrency import run_concurrently
+from choreograph.api.concurrency import run_concurrently
 from choreograph.errors import ConfigError
 
 BRIEF = SamplingParams(max_tokens=8, ignore_eos=True)

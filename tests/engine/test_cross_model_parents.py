@@ -4,10 +4,10 @@ import pytest
 from helpers import model_variants, tiny_models
 
 from choreograph import Engine, SamplingParams
+from choreograph.lab.workflows import WorkflowRun, find
+from choreograph.lab.workflows.run import StageCall, parallel_groups
 from choreograph.layer_reuse import context_hash
 from choreograph.viz import message_bars
-from choreograph.workflows import WorkflowRun, find
-from choreograph.workflows.run import StageCall, parallel_groups
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import SamplingParams
-from choreograph.engine.explain import SMALL_KL, RepairTrial, _recommend
 from choreograph.errors import MessageReleasedError
+from choreograph.features.explain import SMALL_KL, RepairTrial, _recommend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 

@@ -7,8 +7,9 @@ import torch
 from helpers import tiny_models
 
 from choreograph import SamplingParams
-from choreograph.engine import model_runner, sampler, scheduler
+from choreograph.core import scheduler
 from choreograph.errors import InvalidRequestError, RequestFailedError
+from choreograph.execution import model_runner, sampler
 
 POISON = tiny_models.VOCABULARY - 1  # computing this token raises
 SAMPLING = SamplingParams(max_tokens=6, seed=3, logit_bias={POISON: -100}, ignore_eos=True)

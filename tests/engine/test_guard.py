@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from choreograph import Budget, Repair, SamplingParams
-from choreograph.engine.budget import MIN_SAMPLES
+from choreograph.features.budget import MIN_SAMPLES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 SECRETS = ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5])  # of one length

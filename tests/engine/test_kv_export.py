@@ -6,8 +6,8 @@ from helpers import model_variants, tiny_models
 from safetensors.torch import save_file
 
 from choreograph import Engine, SamplingParams
-from choreograph.engine import kv_export as copies
-from choreograph.engine.kv_export import KVSnapshot
+from choreograph.api import kv_export as copies
+from choreograph.api.kv_export import KVSnapshot
 from choreograph.errors import CacheFileError, InvalidRequestError, SessionClosedError
 from choreograph.kv_cache.tiers import TransferOps
 from choreograph.models.info import weights_hash

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import Engine, SamplingParams
-from choreograph.engine.model_runner import OverlapScheduler
-from choreograph.engine.sampler import SampleOutput
+from choreograph.execution.model_runner import OverlapScheduler
+from choreograph.execution.sampler import SampleOutput
 
 pytestmark = pytest.mark.usefixtures("boards")
 LONG = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
@@ -163,7 +163,7 @@ def test_a_step_that_breaks_while_the_next_one_is_begun_changes_nothing(monkeypa
 
 def test_tokens_that_only_the_host_can_choose_are_computed_again(seen, monkeypatch):
     """A nucleus that the candidates do not hold: the device goes on with another token, which nobody takes."""
-    monkeypatch.setattr("choreograph.engine.sampler.CANDIDATES", 4)
+    monkeypatch.setattr("choreograph.execution.sampler.CANDIDATES", 4)
     way = SamplingParams(max_tokens=10, ignore_eos=True, top_p=0.999, temperature=2.0)
     said = []
     for engine in both():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import Engine, SamplingParams
-from choreograph.engine.preemption import MAX_PASSED_OVER
+from choreograph.core.preemption import MAX_PASSED_OVER
 from choreograph.errors import CacheFullError, InvalidRequestError
 
 PAGE, LIMIT = 2, 10_000

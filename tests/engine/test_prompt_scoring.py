@@ -17,8 +17,8 @@ from test_attention_semantics import ORACLES, expected, make_engine, submit
 from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Repair
-from choreograph.engine import prompt_scoring
 from choreograph.errors import InvalidPositionError, RequestFailedError, SamplingError
+from choreograph.execution import prompt_scoring
 
 TOKENS = [(7 * i) % 59 + 1 for i in range(40)]
 

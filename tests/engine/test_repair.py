@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import Engine, EngineConfig, Repair, SamplingParams, SchedulerConfig
-from choreograph.engine.repair import REPAIR_STRATEGIES
-from choreograph.engine.repair.planner import RepairPlanner
-from choreograph.engine.repair.probe import AttentionObserver
 from choreograph.errors import ConfigError, RequestFailedError
+from choreograph.features.repair import REPAIR_STRATEGIES
+from choreograph.features.repair.planner import RepairPlanner
+from choreograph.features.repair.probe import AttentionObserver
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 

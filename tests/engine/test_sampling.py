@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from choreograph import SamplingParams
-from choreograph.engine import penalties as penalties_module
-from choreograph.engine.request import DecodeState
-from choreograph.engine.sampler import (
+from choreograph.errors import SamplingError
+from choreograph.execution.sampler import (
     CANDIDATES,
     _apply_penalties,
     _sampling_tensor,
@@ -20,7 +19,8 @@ from choreograph.engine.sampler import (
     sample,
     top_candidates,
 )
-from choreograph.errors import SamplingError
+from choreograph.request import penalties as penalties_module
+from choreograph.request.request import DecodeState
 
 NO_IDS = torch.empty(1, 0, dtype=torch.long)
 NEAR = 1e-4  # how close to a threshold float32 sums may fall on either side

@@ -10,8 +10,8 @@ import pytest
 from helpers import tiny_models
 
 from choreograph import SamplingParams
-from choreograph.engine.core import EngineCore
-from choreograph.engine.scheduler import Scheduler
+from choreograph.core.core import EngineCore
+from choreograph.core.scheduler import Scheduler
 from choreograph.kv_cache.manager import KVCacheManager
 from choreograph.models.hf_model import HFModel
 from choreograph.utils import DeferSigintLock, allow_sigint

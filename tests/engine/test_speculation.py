@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
-from choreograph.engine.request import DecodeState, Request
-from choreograph.engine.speculation import Drafter, NGramIndex, VisibleMessage
 from choreograph.errors import ConfigError
+from choreograph.execution.drafts import Drafter, NGramIndex, VisibleMessage
+from choreograph.request.request import DecodeState, Request
 
 SMALL_VOCABULARY = 7  # n-grams recur, and drafts are accepted and rejected
 

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from choreograph import Engine, SamplingParams
-from choreograph.engine.text import ChatTemplate, Detokenizer
+from choreograph.api.chat import ChatTemplate
+from choreograph.request.detokenizer import Detokenizer
 
 WORDS = ["▁", "a", "b", "▁a", "▁b", "ab", "é", "日", "本", ".", "!"]
 SPECIAL = ["<unk>", "<s>", "</s>"]

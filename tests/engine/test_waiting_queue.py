@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import SamplingParams
-from choreograph.engine.waiting_queue import WaitingQueue
+from choreograph.core.waiting_queue import WaitingQueue
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 

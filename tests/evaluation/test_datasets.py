@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from choreograph.errors import DataError
-from choreograph.evaluation.datasets import Example, load, make_games, make_pairs, parse_example
+from choreograph.lab.evaluation.datasets import Example, load, make_games, make_pairs, parse_example
 
 SHAPES = [
     ({"problem": "p", "answer": "5"}, "math", "p", {"answer": "5"}),

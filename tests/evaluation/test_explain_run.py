@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 from choreograph import SamplingParams
 from choreograph.cli.main import app
 from choreograph.errors import DataError
-from choreograph.evaluation.datasets import Example
-from choreograph.evaluation.explain_page import render_page
-from choreograph.evaluation.explain_run import explain_run, load_run
-from choreograph.evaluation.run_dir import RunDirectory
-from choreograph.evaluation.runner import evaluate_conditions, make_run_config
-from choreograph.training.dataset import collect_traces
-from choreograph.workflows import Condition, find
+from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.explain_page import render_page
+from choreograph.lab.evaluation.explain_run import explain_run, load_run
+from choreograph.lab.evaluation.run_dir import RunDirectory
+from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.training.dataset import collect_traces
+from choreograph.lab.workflows import Condition, find
 
 EXAMPLES = [Example(f"m{i}", "math", f"What is {i} + <b>{i}</b>?", {"answer": str(2 * i)}) for i in (1, 2)]
 OPTIONS = {"branches": 2, "voters": 1}

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from choreograph.errors import DataError
-from choreograph.evaluation.datasets import documents_of, load, parse_example
-from choreograph.evaluation.longbench import METRICS, PROMPTS, best_score, split_passages
-from choreograph.evaluation.metrics import SCORERS, score
+from choreograph.lab.evaluation.datasets import documents_of, load, parse_example
+from choreograph.lab.evaluation.longbench import METRICS, PROMPTS, best_score, split_passages
+from choreograph.lab.evaluation.metrics import SCORERS, score
 
 PASSAGES = "Passage 1:\nBern\nBern is old.\nPassage 2:\nRome\nSee Passage 7: it is older.\n"
 

@@ -3,8 +3,8 @@
 import pytest
 
 from choreograph.errors import DataError
-from choreograph.evaluation.datasets import Example
-from choreograph.evaluation.metrics import (
+from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.metrics import (
     concept_coverage,
     contains_answer,
     f1,

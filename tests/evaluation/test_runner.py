@@ -12,23 +12,23 @@ from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli.main import app
 from choreograph.console import make_console
 from choreograph.errors import ChoreographError, ConfigError, DataError, RequestFailedError
-from choreograph.evaluation import report
-from choreograph.evaluation.datasets import Example, make_games
-from choreograph.evaluation.fidelity import (
+from choreograph.lab.evaluation import report
+from choreograph.lab.evaluation.datasets import Example, make_games
+from choreograph.lab.evaluation.fidelity import (
     measure_divergence,
     speed_rows,
     summarize_divergence,
     time_conditions,
     transcripts,
 )
-from choreograph.evaluation.judge import Verdict, judge_pairs, judge_prompt
-from choreograph.evaluation.metrics import SCORING_VERSION
-from choreograph.evaluation.report import ensure_some_succeeded, order_effect, score_table, summarize
-from choreograph.evaluation.run_dir import RunDirectory, exclusive_dir
-from choreograph.evaluation.runner import evaluate_conditions, example_seed, make_run_config
-from choreograph.evaluation.statistics import matched_pairs
-from choreograph.training.dry_run import TaskTranscript, dry_run
-from choreograph.workflows import Condition, WorkflowRun, conditions_of, find
+from choreograph.lab.evaluation.judge import Verdict, judge_pairs, judge_prompt
+from choreograph.lab.evaluation.metrics import SCORING_VERSION
+from choreograph.lab.evaluation.report import ensure_some_succeeded, order_effect, score_table, summarize
+from choreograph.lab.evaluation.run_dir import RunDirectory, exclusive_dir
+from choreograph.lab.evaluation.runner import evaluate_conditions, example_seed, make_run_config
+from choreograph.lab.evaluation.statistics import matched_pairs
+from choreograph.lab.training.dry_run import TaskTranscript, dry_run
+from choreograph.lab.workflows import Condition, WorkflowRun, conditions_of, find
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=6)
 MATH = [Example(f"m{i}", "math", f"What is {i} + {i}?", {"answer": str(2 * i)}) for i in range(1, 5)]
@@ -208,7 +208,7 @@ def test_drift_is_what_log_probabilities_say(talker, tmp_path):
     )
     logprobs = SamplingParams(logprobs=0)
     for mode, name in (("prefix", "before"), ("choreographed", "after")):
-        from choreograph.workflows import WorkflowRun
+        from choreograph.lab.workflows import WorkflowRun
 
         with talker.session(mode=mode) as s:
             p = WorkflowRun(s, sampling=logprobs, replay=trace["tokens"])

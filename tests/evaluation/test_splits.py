@@ -5,8 +5,8 @@ import json
 import pytest
 
 from choreograph.errors import ConfigError, DataError
-from choreograph.evaluation.datasets import Example, make_games, make_pairs
-from choreograph.evaluation.splits import (
+from choreograph.lab.evaluation.datasets import Example, make_games, make_pairs
+from choreograph.lab.evaluation.splits import (
     check_disjoint,
     connected,
     examples_for,
@@ -16,7 +16,7 @@ from choreograph.evaluation.splits import (
     training_examples,
     units_of,
 )
-from choreograph.workflows import find
+from choreograph.lab.workflows import find
 
 QUESTIONS = [Example(f"q{i}", "qa", f"Question {i}?", {"answers": [str(i)]}) for i in range(1000)]
 

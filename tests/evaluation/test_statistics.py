@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from choreograph.evaluation import statistics
-from choreograph.evaluation.statistics import difference, matched_pairs, mean, ratio
+from choreograph.lab.evaluation import statistics
+from choreograph.lab.evaluation.statistics import difference, matched_pairs, mean, ratio
 
 
 def test_shares_get_clopper_pearson():

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from choreograph import Engine
-from choreograph.server.chat_prompt import ChatRenderer
+from choreograph.server.openai.chat_prompt import ChatRenderer
 from helpers.fake_vllm import FakeVllm, Refused, create_app
 from helpers.live_proxy import serving_app
 

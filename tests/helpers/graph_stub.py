@@ -6,8 +6,8 @@ import pytest
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.attention import backend as attend
 from choreograph.attention import triton_backend as triton
-from choreograph.models import cuda_graph as fixed
-from choreograph.models import cuda_graph as graphed
+from choreograph.models.compilation import cuda_graph as fixed
+from choreograph.models.compilation import cuda_graph as graphed
 from helpers import triton_reference
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from choreograph.server.proxy import UpstreamProxy, check_upstream, create_proxy_app
+from choreograph.server.proxy.proxy_app import UpstreamProxy, check_upstream, create_proxy_app
 from choreograph.server.server_config import ProxyConfig
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from choreograph import SamplingParams
-from choreograph.server.chat_prompt import ChatRenderer
+from choreograph.server.openai.chat_prompt import ChatRenderer
 
 BATCH = 16  # answers at once
 

@@ -8,8 +8,8 @@ from choreograph.cluster.replica import ReplicaCall, ReplicaError
 from choreograph.cluster.routing import RouteRequest
 from choreograph.namespace import Client
 from choreograph.outputs import BASE_MODEL
-from choreograph.server.chat_prompt import ChatPrompt, Segment
-from choreograph.server.message_store import WorkflowKey
+from choreograph.server.openai.chat_prompt import ChatPrompt, Segment
+from choreograph.server.reuse.message_store import WorkflowKey
 from choreograph.server.running_request import GenerationSpec
 
 HEADER = [901, 902]

@@ -12,8 +12,8 @@ from choreograph.cluster.replica import _Connection
 from choreograph.namespace import Client
 from choreograph.outputs import BASE_MODEL
 from choreograph.server.app import create_app
-from choreograph.server.chat_prompt import ChatPrompt, Segment
-from choreograph.server.message_store import WorkflowKey
+from choreograph.server.openai.chat_prompt import ChatPrompt, Segment
+from choreograph.server.reuse.message_store import WorkflowKey
 from choreograph.server.running_request import GenerationSpec
 from choreograph.server.server_config import ServerConfig
 from helpers.live_server import make_engine

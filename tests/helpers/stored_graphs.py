@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.models import graph_cache, torch_compile
+from choreograph.models.compilation import graph_cache, torch_compile
 
 NUM_GROUPS = 9  # products of a step, also gated ones: four of each of two layers, and the output layer
 ROWS = (2, 3, 17, 32, 1)  # of the steps that follow a prefill of 40 tokens

@@ -1,7 +1,7 @@
 """A graph of messages called on a session, its content forced: for tests of what is computed in one pass."""
 
 from choreograph import SamplingParams
-from choreograph.workflows import StageCall
+from choreograph.lab.workflows import StageCall
 
 WITH_LOGPROBS = SamplingParams(logprobs=0)
 

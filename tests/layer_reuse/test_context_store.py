@@ -8,8 +8,8 @@ from helpers.model_variants import LAYERS
 from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
-from choreograph.engine.cross_model import LayerPattern
 from choreograph.errors import InvalidRequestError
+from choreograph.features.cross_model import LayerPattern
 from choreograph.layer_reuse import ContextStore, context_hash
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)

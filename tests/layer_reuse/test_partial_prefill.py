@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.engine.cross_model import LayerPattern
-from choreograph.engine.kv_export import copy_kv
-from choreograph.engine.request import RequestState
+from choreograph.api.kv_export import copy_kv
 from choreograph.errors import (
     ConfigError,
     InvalidPositionError,
@@ -26,7 +24,9 @@ from choreograph.errors import (
     ModelError,
     RequestFailedError,
 )
+from choreograph.features.cross_model import LayerPattern
 from choreograph.kv_cache.tiers import TransferOps
+from choreograph.request.request import RequestState
 
 HEARD = SamplingParams(logprobs=0)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)

@@ -16,18 +16,9 @@ from typer.testing import CliRunner
 from benchmarks.reuse_figures import draw_figures, profile_top_layers, transfer_loss
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli.main import app
-from choreograph.engine.cross_model import EngineLoad, LayerPattern, TransferLoad
 from choreograph.errors import ConfigError, DataError, ModelError
-from choreograph.layer_reuse import (
-    LatencyAwareSelector,
-    ParetoPoint,
-    PatternScores,
-    Profile,
-    ServiceTimes,
-    enable_profiled_reuse,
-)
-from choreograph.layer_reuse.profile import draw_profile, frontier_rows, summary_rows
-from choreograph.layer_reuse.profiler import (
+from choreograph.features.cross_model import EngineLoad, LayerPattern, TransferLoad
+from choreograph.lab.profiling.profiler import (
     PairContext,
     ProfileConfig,
     QAExample,
@@ -40,6 +31,15 @@ from choreograph.layer_reuse.profiler import (
     profiled_patterns,
     time_patterns,
 )
+from choreograph.layer_reuse import (
+    LatencyAwareSelector,
+    ParetoPoint,
+    PatternScores,
+    Profile,
+    ServiceTimes,
+    enable_profiled_reuse,
+)
+from choreograph.layer_reuse.profile import draw_profile, frontier_rows, summary_rows
 
 ASKED = [
     QAExample("a", "The cat is red. The dog is blue.", "What is red?", ("cat",)),
@@ -356,7 +356,7 @@ def test_many_critical_layers_fold_on_a_terminal(tmp_path, monkeypatch):
     )
     wide.save(tmp_path / "profile.json")
     console = Console(file=StringIO(), force_terminal=True, width=80, no_color=True)
-    monkeypatch.setattr("choreograph.cli.reuse_commands.make_console", lambda: console)
+    monkeypatch.setattr("choreograph.lab.commands.reuse_commands.make_console", lambda: console)
     CliRunner().invoke(app, ["reuse", "show", str(tmp_path / "profile.json")])
     shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
     assert "0.877" in shown and all(re.search(rf"\b{layer}\b", shown) for layer in range(40))

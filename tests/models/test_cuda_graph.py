@@ -11,8 +11,8 @@ from helpers.model_configs import CONFIGS
 from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
-from choreograph.models import cuda_graph as fixed
-from choreograph.models import cuda_graph as graphed
+from choreograph.models.compilation import cuda_graph as fixed
+from choreograph.models.compilation import cuda_graph as graphed
 
 pytestmark = pytest.mark.usefixtures("boards")
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from choreograph import SamplingParams
-from choreograph.models import cuda_graph, few_row_linear
+from choreograph.models.compilation import cuda_graph
+from choreograph.models.kernels import few_row_linear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

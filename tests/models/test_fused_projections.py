@@ -15,9 +15,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.utils.prune import l1_unstructured
 from transformers import AutoModelForCausalLM
 
-from choreograph.models import cuda_graph, graph_passes
-from choreograph.models.fused_projections import fuse, fused_for_tracing
-from choreograph.models.graph_passes import deduplication_pass
+from choreograph.models.compilation import cuda_graph, graph_passes
+from choreograph.models.compilation.graph_passes import deduplication_pass
+from choreograph.models.kernels.fused_projections import fuse, fused_for_tracing
 
 
 def random_model(name: str) -> nn.Module:

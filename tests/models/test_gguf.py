@@ -16,8 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from choreograph import Engine, SamplingParams
 from choreograph.errors import ModelError
-from choreograph.models import gguf_file
-from choreograph.models.gguf_file import convert_gguf
+from choreograph.models.gguf import gguf_file
+from choreograph.models.gguf.gguf_file import convert_gguf
 from choreograph.models.loader import bundled_gguf, load
 
 PROMPT = torch.randint(0, 61, (1, 120), generator=torch.Generator().manual_seed(3))
@@ -25,7 +25,7 @@ PROMPT = torch.randint(0, 61, (1, 120), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("choreograph.models.gguf_file.user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("choreograph.models.gguf.gguf_file.user_cache_path", lambda name: tmp_path / "cache")
 
 
 def build(config, **options):

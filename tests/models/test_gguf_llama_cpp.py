@@ -47,7 +47,7 @@ TOLERANCES = {  # of log-probabilities, by type of the weights
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("choreograph.models.gguf_file.user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("choreograph.models.gguf.gguf_file.user_cache_path", lambda name: tmp_path / "cache")
 
 
 def build(config, keys):

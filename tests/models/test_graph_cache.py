@@ -13,11 +13,11 @@ from test_packed_linear import needs_kernel
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention.cpp_backend import LIMIT_VARIABLES
-from choreograph.models import graph_cache, graph_passes, torch_compile
-from choreograph.models.graph_cache import GraphFile, LoadedGraph, graph_file
-from choreograph.models.graph_passes import deduplication_pass
+from choreograph.models.compilation import graph_cache, graph_passes, torch_compile
+from choreograph.models.compilation.graph_cache import GraphFile, LoadedGraph, graph_file
+from choreograph.models.compilation.graph_passes import deduplication_pass
+from choreograph.models.compilation.torch_compile import compile_cache
 from choreograph.models.hf_model import HFModel
-from choreograph.models.torch_compile import compile_cache
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.models import int4_linear
-from choreograph.models.int4_linear import Int4Linear, dequantize, pack, quantize, quantize_layers
-from choreograph.models.torch_compile import _TokenMixer
+from choreograph.models.compilation.torch_compile import _TokenMixer
+from choreograph.models.kernels import int4_linear
+from choreograph.models.kernels.int4_linear import Int4Linear, dequantize, pack, quantize, quantize_layers
 
 SHAPES = {
     "width": st.integers(1, 6).map(lambda groups: 32 * groups),

@@ -60,7 +60,7 @@ def test_the_embedded_model_is_converted_once_and_exactly():
 
 
 def test_a_file_is_converted_without_what_lies_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("choreograph.models.gguf_file.user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("choreograph.models.gguf.gguf_file.user_cache_path", lambda name: tmp_path / "cache")
     model = tiny_models.build()
     file = gguf_files.write(model, tmp_path / "some.gguf")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')

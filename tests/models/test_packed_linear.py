@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention.cpp_backend import BackendUnavailableError, compile_library
-from choreograph.models import graph_passes, int4_linear, packed_linear, torch_compile
-from choreograph.models.packed_linear import (
+from choreograph.models.compilation import graph_passes, torch_compile
+from choreograph.models.kernels import int4_linear, packed_linear
+from choreograph.models.kernels.packed_linear import (
     CPP_20,
     call_packed,
     kernel_of,

@@ -7,8 +7,8 @@ import torch
 from helpers import tiny_models
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.models import torch_compile
-from choreograph.models.torch_compile import CompiledForward
+from choreograph.models.compilation import torch_compile
+from choreograph.models.compilation.torch_compile import CompiledForward
 
 
 def run(compile: bool) -> list[list[int]]:

@@ -9,7 +9,7 @@ from helpers.random_schemas import prompts, schemas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph.engine.text import ChatTemplate
+from choreograph.api.chat import ChatTemplate
 from choreograph.errors import PromptError, SchemaError
 from choreograph.prompt_cache import load_prompt, load_schema, module, parameter, schema, system, union, user
 from choreograph.prompt_cache.layout import ChatTokenizer, compute_layout

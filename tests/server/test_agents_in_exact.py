@@ -8,7 +8,7 @@ import openai
 import pytest
 from helpers.live_server import make_engine, serving
 
-from choreograph.server import agent_tracking
+from choreograph.server.reuse import agent_tracking
 
 NAMES = ("planner", "coder", "tester", "reviewer")
 GRAPH = {"agents": dict(zip(NAMES, (None, *NAMES), strict=False)), "repeats": True}

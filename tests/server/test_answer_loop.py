@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from choreograph.outputs import TokenLogprob
 from choreograph.sampling_params import SamplingParams
-from choreograph.server.answer_loop import ParserOptions
-from choreograph.server.chat_completions import ChatAnswer
-from choreograph.server.chat_prompt import ChatPrompt
 from choreograph.server.engine_thread import ChoiceUpdate
-from choreograph.server.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
-from choreograph.server.responses_api import ResponseAnswer
-from choreograph.server.text_completions import CompletionAnswer
-from choreograph.server.token_text import TokenBytes
+from choreograph.server.openai.answer_loop import ParserOptions
+from choreograph.server.openai.chat_completions import ChatAnswer
+from choreograph.server.openai.chat_prompt import ChatPrompt
+from choreograph.server.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
+from choreograph.server.openai.responses_api import ResponseAnswer
+from choreograph.server.openai.text_completions import CompletionAnswer
+from choreograph.server.openai.token_text import TokenBytes
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1e400, "b": "</tool_call>"}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1.0}}'

@@ -11,15 +11,15 @@ from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph.engine import text as text_module
-from choreograph.engine.text import ChatTemplate
+from choreograph.api import chat as text_module
+from choreograph.api.chat import ChatTemplate
 from choreograph.errors import InvalidRequestError
 from choreograph.models import template_sandbox
-from choreograph.server import chat_prompt
 from choreograph.server.api_errors import ApiError
-from choreograph.server.chat_messages import ChatMessage, as_turn
-from choreograph.server.chat_prompt import ChatRenderer, answer_key
-from choreograph.server.chat_turns import MAX_ARGUMENT_DEPTH, parse_arguments
+from choreograph.server.openai import chat_prompt
+from choreograph.server.openai.chat_messages import ChatMessage, as_turn
+from choreograph.server.openai.chat_prompt import ChatRenderer, answer_key
+from choreograph.server.openai.chat_turns import MAX_ARGUMENT_DEPTH, parse_arguments
 
 MACRO = (  # the output of a macro is written at once
     "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endmacro %}"

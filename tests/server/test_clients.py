@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from choreograph import SamplingParams
-from choreograph.server.structured import _close_objects
+from choreograph.server.structured.constraints import _close_objects
 
 ASK = [{"role": "user", "content": "Which river flows through Paris?"}]
 GREEDY = {"model": "tiny", "temperature": 0, "seed": 1}

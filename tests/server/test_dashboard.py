@@ -15,9 +15,9 @@ import choreograph
 from choreograph import SamplingParams
 from choreograph.cli import serve_command
 from choreograph.errors import ConfigError, MissingDependencyError
-from choreograph.server import dashboard_panels as panels
 from choreograph.server.app import create_app
-from choreograph.server.request_log import MAX_RECORDS, MAX_ROWS, ContextBar, _row
+from choreograph.server.dashboard import dashboard_panels as panels
+from choreograph.server.dashboard.request_log import MAX_RECORDS, MAX_ROWS, ContextBar, _row
 from choreograph.server.server_config import ServerConfig
 
 KEYS = ("first-secret", "second-secret")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from choreograph.server.engine_thread import ChoiceUpdate, UpdateQueue
-from choreograph.server.event_stream import TextEvents, sse
-from choreograph.server.output_parser import OutputParser
+from choreograph.server.openai.event_stream import TextEvents, sse
+from choreograph.server.structured.output_parser import OutputParser
 
 
 @given(st.text(st.characters()), st.integers(0, 3))  # surrogates included

@@ -6,7 +6,7 @@ import threading
 import pytest
 from llguidance import LLMatcher
 
-from choreograph.server.grammar_check import GrammarChecker
+from choreograph.server.structured.grammar_check import GrammarChecker
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from helpers.forced_answers import ASK, TOOLS, chat, tool
 from transformers import AddedToken, AutoTokenizer
 
 from choreograph.errors import InvalidRequestError
-from choreograph.server.structured import (
+from choreograph.server.structured.constraints import (
     GrammarCompiler,
     after_reasoning,
     choice_constraint,

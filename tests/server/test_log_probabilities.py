@@ -16,8 +16,8 @@ from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
 from transformers import PreTrainedTokenizerFast
 
 from choreograph import Engine, EngineConfig
-from choreograph.engine.text import ChatTemplate
-from choreograph.server.token_text import TokenBytes, TokenPlacer, label
+from choreograph.api.chat import ChatTemplate
+from choreograph.server.openai.token_text import TokenBytes, TokenPlacer, label
 
 TEXTS = ["ok 😀 é 日本 👨‍👩", "😀é😀", " leading", "\n\nlines\n", "plain", "a\u0301 \ufffd b"]
 BOTH = pytest.mark.parametrize("stream", [False, True])

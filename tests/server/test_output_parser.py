@@ -7,9 +7,9 @@ from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph.server.chat_prompt import answer_key
-from choreograph.server.json_scanner import JsonScanner
-from choreograph.server.output_parser import OutputDelta, OutputParser
+from choreograph.server.openai.chat_prompt import answer_key
+from choreograph.server.structured.json_scanner import JsonScanner
+from choreograph.server.structured.output_parser import OutputDelta, OutputParser
 
 NAMES = frozenset({"add", "find"})
 

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from choreograph.errors import InvalidRequestError
-from choreograph.server.protocol import ChatCompletionRequest
-from choreograph.server.structured import json_constraint
+from choreograph.server.openai.protocol import ChatCompletionRequest
+from choreograph.server.structured.constraints import json_constraint
 
 ASK = [{"role": "user", "content": "Which river flows through Paris?"}]
 BODY = {"model": "tiny", "messages": ASK, "max_tokens": 4, "temperature": 0}

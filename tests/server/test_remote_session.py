@@ -20,9 +20,9 @@ from choreograph.errors import (
     SamplingError,
     SessionClosedError,
 )
+from choreograph.lab.workflows import find
+from choreograph.lab.workflows.run import WorkflowRun
 from choreograph.prompt_cache import PromptCache
-from choreograph.workflows import find
-from choreograph.workflows.run import WorkflowRun
 
 VALUES = ("tokens", "text", "output_token_ids", "finish_reason", "position", "offsets", "length")
 

@@ -8,13 +8,13 @@ import pytest
 from helpers.live_server import make_engine, serving
 
 from choreograph import SamplingParams
-from choreograph.engine.budget import MIN_SAMPLES
+from choreograph.features.budget import MIN_SAMPLES
 from choreograph.namespace import Client
 from choreograph.server import engine_thread
-from choreograph.server.answer_plan import Answer
 from choreograph.server.app import create_app
-from choreograph.server.chat_prompt import ChatPrompt, ChatRenderer, Segment, answer_key
-from choreograph.server.message_store import MessageStore, WorkflowKey
+from choreograph.server.openai.chat_prompt import ChatPrompt, ChatRenderer, Segment, answer_key
+from choreograph.server.reuse.answer_plan import Answer
+from choreograph.server.reuse.message_store import MessageStore, WorkflowKey
 from choreograph.server.server_config import ServerConfig
 
 SYSTEM = {

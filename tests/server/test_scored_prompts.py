@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from choreograph import connect
-from choreograph.server.scored_prompts import num_added_characters
+from choreograph.server.openai.scored_prompts import num_added_characters
 
 TEXT = "One two three, red green blue. Four five six"
 CHAT = [

@@ -6,7 +6,7 @@ from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph.server.span_index import MAX_CANDIDATES, MIN_SPAN, STRIDE, SpanIndex
+from choreograph.server.reuse.span_index import MAX_CANDIDATES, MIN_SPAN, STRIDE, SpanIndex
 
 
 def longest_quote(tokens, start, stored):

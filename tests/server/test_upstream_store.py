@@ -4,8 +4,8 @@ from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph.server.upstream_prompt import can_reuse, find_cuts, find_turn_tokens, read_prompt
-from choreograph.server.upstream_store import EntryStore, UpstreamEntry, UpstreamTenant
+from choreograph.server.proxy.upstream_prompt import can_reuse, find_cuts, find_turn_tokens, read_prompt
+from choreograph.server.proxy.upstream_store import EntryStore, UpstreamEntry, UpstreamTenant
 
 KEY, OTHER = (UpstreamTenant("key", "", "m", workflow, ()) for workflow in ("a", "b"))
 

@@ -21,15 +21,22 @@ from typer.testing import CliRunner
 from choreograph import Engine, SamplingParams
 from choreograph.cli.main import app
 from choreograph.errors import ConfigError, DataError
-from choreograph.evaluation.datasets import Example
-from choreograph.evaluation.fidelity import measure_divergence
-from choreograph.evaluation.report import add_adapter_conditions
-from choreograph.evaluation.run_dir import RunDirectory
-from choreograph.evaluation.runner import evaluate_conditions, make_run_config
-from choreograph.training import TrainConfig, TrainingExample, collect_traces, make_examples, train, train_from_traces
-from choreograph.training.dataset import baseline_examples, concat_examples
-from choreograph.training.losses import example_losses, log_likelihood
-from choreograph.training.packed_forward import (
+from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.fidelity import measure_divergence
+from choreograph.lab.evaluation.report import add_adapter_conditions
+from choreograph.lab.evaluation.run_dir import RunDirectory
+from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.training import (
+    TrainConfig,
+    TrainingExample,
+    collect_traces,
+    make_examples,
+    train,
+    train_from_traces,
+)
+from choreograph.lab.training.dataset import baseline_examples, concat_examples
+from choreograph.lab.training.losses import example_losses, log_likelihood
+from choreograph.lab.training.packed_forward import (
     BaseKVMemo,
     compute_kv,
     forward,
@@ -37,10 +44,10 @@ from choreograph.training.packed_forward import (
     pack,
     pack_adapter_stages,
 )
-from choreograph.training.trace import TracedCall, TraceSlice, split_adapter_stages, trace_calls
-from choreograph.training.train import check_adapter_usage
-from choreograph.workflows import conditions_of, find
-from choreograph.workflows.run import Condition, WorkflowRun
+from choreograph.lab.training.trace import TracedCall, TraceSlice, split_adapter_stages, trace_calls
+from choreograph.lab.training.train import check_adapter_usage
+from choreograph.lab.workflows import conditions_of, find
+from choreograph.lab.workflows.run import Condition, WorkflowRun
 
 SHORT = SamplingParams(max_tokens=5)
 LISTS = [Example(f"c{i}", "concepts", ["dog", "ball", f"tree{i}", "cat"], {}) for i in range(3)]

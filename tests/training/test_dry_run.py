@@ -7,11 +7,11 @@ from pydantic import ValidationError
 
 from choreograph import SamplingParams
 from choreograph.errors import DataError
-from choreograph.training.dataset import TRACE_ADAPTER, Trace
-from choreograph.training.dry_run import TaskTranscript, dry_run
-from choreograph.training.trace import as_full_prompts, trace_calls
-from choreograph.workflows import WorkflowRun, conditions_of, find
-from choreograph.workflows.run import Condition
+from choreograph.lab.training.dataset import TRACE_ADAPTER, Trace
+from choreograph.lab.training.dry_run import TaskTranscript, dry_run
+from choreograph.lab.training.trace import as_full_prompts, trace_calls
+from choreograph.lab.workflows import WorkflowRun, conditions_of, find
+from choreograph.lab.workflows.run import Condition
 
 SAMPLING = SamplingParams(max_tokens=6, logprobs=2)
 CASES = [

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from choreograph.training import losses as likelihood
-from choreograph.training.losses import log_likelihood, log_probs
+from choreograph.lab.training import losses as likelihood
+from choreograph.lab.training.losses import log_likelihood, log_probs
 
 
 def drawn(rows, vocabulary, each, seed, dtype=torch.float32):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from choreograph import Engine
-from choreograph.training.losses import log_likelihood
-from choreograph.training.packed_forward import forward, forward_no_grad, pack
-from choreograph.training.trace import as_full_prompts, trace_calls
-from choreograph.workflows import StageCall
+from choreograph.lab.training.losses import log_likelihood
+from choreograph.lab.training.packed_forward import forward, forward_no_grad, pack
+from choreograph.lab.training.trace import as_full_prompts, trace_calls
+from choreograph.lab.workflows import StageCall
 
 
 def heard(steps):

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from choreograph import Engine, SamplingParams
 from choreograph.cli.main import app
 from choreograph.errors import ConfigError, DataError
-from choreograph.evaluation.datasets import Example
-from choreograph.evaluation.run_dir import exclusive_dir
-from choreograph.training import (
+from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.run_dir import exclusive_dir
+from choreograph.lab.training import (
     TrainConfig,
     answer_examples,
     collect_traces,
@@ -20,11 +20,11 @@ from choreograph.training import (
     make_examples,
     train_from_traces,
 )
-from choreograph.training.dataset import baseline_examples
-from choreograph.training.losses import example_losses
-from choreograph.training.trace import trace_calls
-from choreograph.training.train import split_traces
-from choreograph.workflows import StageCall, conditions_of, find
+from choreograph.lab.training.dataset import baseline_examples
+from choreograph.lab.training.losses import example_losses
+from choreograph.lab.training.trace import trace_calls
+from choreograph.lab.training.train import split_traces
+from choreograph.lab.workflows import StageCall, conditions_of, find
 
 PAIRS = [
     Example(f"p{i}", "pair", [f"What is {i} plus one?", f"What is {i} plus two?"], {"first": {}, "second": {}})
@@ -88,7 +88,7 @@ def test_lessons_are_the_workflow_under_reuse(talker, traces):
             assert said.generated == trace.calls[trace.answer].generated
             assert said.top == trace.calls[trace.answer].top
             with talker.session() as session:
-                from choreograph.workflows import WorkflowRun
+                from choreograph.lab.workflows import WorkflowRun
 
                 p = WorkflowRun(session, replay=trace.transcript, sampling=SamplingParams(logprobs=0))
                 answer = workflow(p, trace.task, **condition.options)
@@ -209,8 +209,8 @@ def test_traces_of_a_workflow_that_has_changed_are_refused(talker, tmp_path):
 def test_a_baseline_that_reuses_is_measured_as_it_was_computed(talker, tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
-        "from choreograph.workflows import Condition\n"
-        "from choreograph.workflows.multi_qa import run\n"
+        "from choreograph.lab.workflows import Condition\n"
+        "from choreograph.lab.workflows.multi_qa import run\n"
         "CONDITIONS = {t: Condition('choreographed', {'topology': t}) for t in ('serial', 'parallel')}\n"
     )
     made = collect_traces(talker, str(file), find(str(file)), PAIRS, tmp_path / "traces", sampling=SHORT)

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
 from choreograph.errors import ConfigError, DataError, ModelError
-from choreograph.training import TrainConfig, TrainingExample, train
-from choreograph.training.losses import example_losses, log_likelihood, mean_loss, mean_losses, token_losses
-from choreograph.training.packed_forward import forward, forward_no_grad, pack
-from choreograph.training.trace import TracedCall, TraceSlice
-from choreograph.training.train import resolve_target_modules
+from choreograph.lab.training import TrainConfig, TrainingExample, train
+from choreograph.lab.training.losses import example_losses, log_likelihood, mean_loss, mean_losses, token_losses
+from choreograph.lab.training.packed_forward import forward, forward_no_grad, pack
+from choreograph.lab.training.trace import TracedCall, TraceSlice
+from choreograph.lab.training.train import resolve_target_modules
 
-training = sys.modules["choreograph.training.train"]  # the package has a function of this name
+training = sys.modules["choreograph.lab.training.train"]  # the package has a function of this name
 
 FAST = {"lora_rank": 4, "lora_alpha": 8, "learning_rate": 1e-2, "batch_size": 2, "dropout": 0.0}
 

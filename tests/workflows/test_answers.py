@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from choreograph.workflows.answers import math_equal, normalize_answer, plain
+from choreograph.lab.workflows.answers import math_equal, normalize_answer, plain
 
 EQUAL = [
     ("7 (seven)", "7"),

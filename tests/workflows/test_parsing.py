@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from choreograph.workflows import parsing as reading
+from choreograph.lab.workflows import parsing as reading
 
 ANSWERS = [
     ("The answer is \\boxed{56}.", "56"),

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from choreograph.workflows.answers import math_equal
-from choreograph.workflows.parsing import final_answer
+from choreograph.lab.workflows.answers import math_equal
+from choreograph.lab.workflows.parsing import final_answer
 
 STATED = [  # after "The answer is "
     ("10 o'clock", "10"),

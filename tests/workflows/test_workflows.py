@@ -4,10 +4,10 @@ import pytest
 
 from choreograph import SamplingParams
 from choreograph.errors import ChoreographError, ConfigError, DataError, InvalidRequestError
-from choreograph.evaluation.runner import source_hash
-from choreograph.workflows import Condition, WorkflowRun, conditions_of, find, names, takes_pairs
-from choreograph.workflows.debate_iterative import read_verdict
-from choreograph.workflows.tree_of_thoughts import last_conclusion
+from choreograph.lab.evaluation.runner import source_hash
+from choreograph.lab.workflows import Condition, WorkflowRun, conditions_of, find, names, takes_pairs
+from choreograph.lab.workflows.debate_iterative import read_verdict
+from choreograph.lab.workflows.tree_of_thoughts import last_conclusion
 
 TASKS = {
     "single_call": "What is 3 + 4?",
@@ -390,7 +390,7 @@ OWN = """
 from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, partial
-from choreograph.workflows import Condition, single_call
+from choreograph.lab.workflows import Condition, single_call
 CONDITIONS = {"first": Condition("prefix"), "second": Condition("naive")}
 
 @dataclass
@@ -423,7 +423,7 @@ def test_what_stands_beside_run_is_that_of_its_file(last, tmp_path):
 
 def test_a_file_that_borrows_a_workflow_has_its_conditions_by_default(tmp_path):
     file = tmp_path / "own.py"
-    file.write_text("from choreograph.workflows.multi_qa import run")
+    file.write_text("from choreograph.lab.workflows.multi_qa import run")
     assert conditions_of(find(str(file))) == conditions_of(find("multi_qa"))
 
 

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from choreograph import SamplingParams, connect
 from choreograph.cli.main import app
 from choreograph.errors import ConfigError
-from choreograph.evaluation.datasets import Example
-from choreograph.evaluation.run_dir import RunDirectory
-from choreograph.evaluation.runner import evaluate_conditions, make_run_config
-from choreograph.workflows import conditions_of, find
-from choreograph.workflows.run import run_workflow
+from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.run_dir import RunDirectory
+from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.workflows import conditions_of, find
+from choreograph.lab.workflows.run import run_workflow
 
 TASKS = {
     "tree_of_thoughts": ("What is 3 + 4?", {"branches": 3, "voters": 2}),

@@ -1,0 +1,1 @@
+"""What a user holds: engine, session, message, and the options of a call."""

@@ -1,0 +1,417 @@
+"""`Engine`, the public entry point: models, their KV cache, and sessions."""
+
+import gc
+import os
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import EngineConfig, as_int, check_capacity, parse_capacity
+from ..core.core import EngineCore
+from ..errors import ConfigError, ModelError
+from ..events import EventBus
+from ..features.budget import Budget
+from ..features.cross_model import LayerPattern, PatternSelector, parse_layer_pattern
+from ..features.guard import OnLeak
+from ..features.repair.strategy import Repair
+from ..kv_cache.manager import KVCacheManager
+from ..kv_cache.pool import KVPool
+from ..kv_cache.tiers import make_tiers
+from ..kv_cache.transfer import SyncExecutor
+from ..models.hf_model import HFModel
+from ..models.info import ModelInfo, total_memory
+from ..models.loader import DEFAULT_MODEL, check_dtype, load
+from ..models.lora import LoraWeights
+from ..namespace import Client
+from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
+from ..utils import DeferSigintLock
+from .chat import ChatTemplate
+from .session import Session
+
+GC_THRESHOLD_BYTES = 1 << 26  # collect garbage before allocating a cache of this size
+
+Source = str | os.PathLike[str]
+
+Adapters = Mapping[str, Source]
+
+Models = Mapping[str, Source | PreTrainedModel]
+
+
+class Engine:
+    """A base model, adapters, sibling models, one KV cache, and sessions."""
+
+    def __init__(
+        self,
+        hf_model: HFModel,
+        config: EngineConfig | None = None,
+        *,
+        adapters: Adapters | None = None,
+        models: Models | None = None,
+    ) -> None:
+        config, model_info = config or EngineConfig(), hf_model.model_info
+        memory = [total_memory(device) for device in (model_info.device, torch.device("cpu"))]
+        check_capacity(config.cache, model_info.kv_bytes_per_token, *memory)
+        events, lock = EventBus(), DeferSigintLock()
+        cache_manager = _create_cache_manager(hf_model, config, events, lock.sleep)
+        self.core = EngineCore(hf_model, config, cache_manager, events, lock)
+        for name, source in (adapters or {}).items():
+            self.add_adapter(name, source)
+        for name, model in (models or {}).items():
+            self.add_model(name, model)
+        self.tokenizer = hf_model.tokenizer
+        self.chat = ChatTemplate(hf_model.tokenizer) if hf_model.tokenizer is not None else None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel = DEFAULT_MODEL,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        device_map: Any = None,
+        tp_plan: Any = None,
+        adapters: Adapters | None = None,
+        models: Models | None = None,
+        layer_reuse: Mapping[str, LayerPattern | Sequence[int]] | None = None,
+    ) -> "Engine":
+        """Load a model and create an engine.
+
+        Args:
+            model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
+            dtype: defaults to bfloat16, or float32 on processors that are slow in bfloat16, unless steps are compiled
+                or weights have 4 bits; a model in memory keeps its own.
+            device: defaults to the CPU.
+            device_map: as in transformers, in place of `device`.
+            tp_plan: as in transformers ("auto"): tensor parallelism over the processes of torchrun.
+            adapters: LoRA adapters by name, each a folder saved by `peft` or a Hub id.
+            models: sibling models of the same architecture by name, each as `model`.
+            layer_reuse: pattern of `enable_layer_reuse` for each model that reuses layers of the base.
+
+        Raises:
+            ModelError: if a model cannot be found, read or served.
+        """
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config={config!r}: use EngineConfig(...)")
+        if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
+            raise ModelError(f"model={model!r}: use a name, a path or a transformers model")
+        hf_model = load(
+            model,
+            tokenizer=tokenizer,
+            dtype=check_dtype(dtype),
+            device=device,
+            device_map=device_map,
+            tp_plan=tp_plan,
+            max_positions=config.max_model_len,
+            uses_packed_kernels=config.compile or config.quantization == "int4",
+        )
+        if config.quantization:
+            hf_model.quantize(config.quantization)
+        if config.compile:
+            _enable_compile(hf_model, config)
+        engine = cls(hf_model, config, adapters=adapters, models=models)
+        for receiver, pattern in (layer_reuse or {}).items():
+            engine.enable_layer_reuse(receiver, pattern=pattern)
+        return engine
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Probed properties of the base model: shapes, positions, attention per layer."""
+        return self.core.hf_model.model_info
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of served models: "base", adapters and sibling models."""
+        return self.core.model_set.names
+
+    def add_adapter(self, name: str, source: Source) -> LoraWeights:
+        """Serve a LoRA adapter.
+
+        Requests of other models never match its KV entries.
+        """
+        self.core.hf_model.ensure_single_process("a LoRA adapter")
+        loras = self.core.hf_model.lora_manager
+        assert loras is not None
+        with self.core.lock, self.core.hf_model.attention_hook():  # no step starts meanwhile
+            self.core.model_set.check_unused_name(name)
+            return loras.add(name, source)
+
+    def add_model(self, name: str, source: Source | PreTrainedModel) -> ModelInfo:
+        """Serve another model with its own weights in the same cache.
+
+        It is loaded on the base model's device in the base model's dtype.
+
+        Raises:
+            ModelError: if its KV is not interchangeable with the base's: other layers, heads or
+                positions, or another tokenizer.
+        """
+        core, config = self.core, self.core.config
+        core.hf_model.ensure_single_process("a second model")
+        base_info = core.hf_model.model_info
+        core.model_set.check_unused_name(name)
+        in_memory = isinstance(source, PreTrainedModel)  # no own tokenizer: uses the base's
+        other = load(
+            source,
+            dtype=None if in_memory else base_info.dtype,
+            device=base_info.device,
+            max_positions=config.max_model_len,
+        )
+        if config.quantization:
+            other.quantize(config.quantization)
+        if config.compile:
+            _enable_compile(other, config)
+        with core.lock:
+            core.model_set.add(name, other)
+        return other.model_info
+
+    def remove_adapter(self, name: str) -> None:
+        """Stop serving an adapter and clear the cache.
+
+        Raises:
+            ConfigError: if one of its messages is not released.
+        """
+        loras = self.core.hf_model.lora_manager
+        assert loras is not None
+        self._remove(name, loras.remove)
+
+    def remove_model(self, name: str) -> None:
+        """Stop serving a sibling model and clear the cache, as `remove_adapter`."""
+        self._remove(name, self.core.model_set.remove)
+
+    def _remove(self, name: str, remove: Callable[[str], None]) -> None:
+        with self.core.lock:
+            if any(request.model == name for request in self.core.scheduler.waiting) or self._has_entries_of(name):
+                raise ConfigError(f"model {name!r} is in use: release its messages first")
+            remove(name)
+            self.core.cross_model_reuse.remove_model(name)
+            self.clear_cache()  # its entries could be found under a reused name
+
+    def _has_entries_of(self, name: str) -> bool:
+        """Return whether `name` computed a referenced KV entry or its context.
+
+        Contexts are searched transitively.
+        """
+        entries = [entry for entry in self.core.cache_manager.entries.values() if entry.owners]
+        seen = set(entries)
+        for entry in entries:  # grows during iteration
+            for kv_slice in entry.context:
+                if kv_slice.entry not in seen:
+                    seen.add(kv_slice.entry)
+                    entries.append(kv_slice.entry)
+        return any(entry.model == name for entry in entries)
+
+    def enable_layer_reuse(
+        self,
+        receiver: str,
+        sender: str = BASE_MODEL,
+        *,
+        pattern: LayerPattern | Sequence[int] | None = None,
+        selector: PatternSelector | None = None,
+        patterns: Iterable[LayerPattern | Sequence[int]] = (),
+        capacity: int | None = None,
+    ) -> None:
+        """Let `receiver` reuse KV of `sender`, recomputing some layers (DroidSpeak §4.2).
+
+        Applies to requests with kv_reuse="partial". Messages computed before this call have no
+        cached hidden states to start from: they are recomputed in all layers.
+
+        Args:
+            pattern: a `LayerPattern`, or its three integers (head, start, end): recompute [0,
+                head), reuse [head, start), recompute [start, end), reuse the rest.
+            selector: in place of `pattern`: gets the `EngineLoad` when a message's prefill is
+                admitted, returns one of `patterns`.
+            patterns: all patterns `selector` may return.
+            capacity: size in tokens of the partial-layer pool, for the layers that receivers
+                compute.
+        """
+        self.core.hf_model.ensure_single_process("layer reuse between models")
+        if (pattern is None) == (selector is None):
+            raise ConfigError("give either pattern=... or selector=... with patterns=...")
+        layer_patterns = [parse_layer_pattern(p) for p in ((pattern,) if pattern is not None else tuple(patterns))]
+        if not layer_patterns:
+            raise ConfigError("patterns=(): list all patterns that `selector` may return")
+        core = self.core
+        with core.lock, core.hf_model.attention_hook():  # no step starts meanwhile
+            while core.cache_manager.offload_manager.wait():
+                core.poll_transfers()
+            core.cross_model_reuse.add(receiver, sender, layer_patterns, selector, capacity)
+
+    @property
+    def events(self) -> EventBus:
+        """Event bus of the engine: `counts` per event, `recent` events, `listen`."""
+        return self.core.events
+
+    def session(
+        self,
+        *,
+        mode: Mode = "choreographed",
+        seed: int | None = None,
+        client_id: str | Client = "default",
+        model: str = BASE_MODEL,
+        repair: float | Repair | None = None,
+        labels: Iterable[str] | None = None,
+        clearance: Iterable[str] | None = None,
+        on_leak: OnLeak | None = None,
+        max_kl: float | Budget | None = None,
+    ) -> Session:
+        """Open a session; its messages are released when it closes.
+
+        Args:
+            mode: execution mode.
+            seed: seed of the session's sampling; None for a random one.
+            client_id: sessions of different clients never share KV; a name, or a tenant and its salt.
+            model: default model of requests, one of `models`.
+            repair: share of the reused context that requests compute again; see `Session.prefill`.
+            labels: labels of the messages' texts, as also the next two a default (`docs/guard.md`).
+            clearance: labels that messages may attend to; None for all of them.
+            on_leak: "reencode" or "error"; see `Session.prefill`.
+            max_kl: in its place: divergence from prefix mode to stay within, in nats a token; a `Budget`
+                learns which calls may reuse, a number alone computes every context.
+        """
+        if mode not in MODES:
+            raise ConfigError(f"mode={mode!r}: use one of {MODES}")
+        number = as_int(seed)
+        if number is None and seed is not None:
+            raise ConfigError(f"seed={seed!r}: use a whole number or None")
+        if not isinstance(client_id, (str, Client)):
+            raise ConfigError(f"client_id={client_id!r}: use a string")
+        tp_group = self.core.hf_model.tp_group
+        if tp_group is not None and number is None:
+            number = tp_group.broadcast("seed", random.getrandbits(63))
+        guard = labels, clearance, on_leak
+        session = Session(
+            self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, repair=repair, guard=guard
+        )
+        session.engine = self
+        if max_kl is not None:
+            Budget.parse(max_kl).attach(session)
+        return session
+
+    def step(self) -> bool:
+        """Compute one step; return False if nothing can run."""
+        return self.core.step()
+
+    def run_until_idle(self) -> None:
+        """Run until everything submitted is complete."""
+        while self.core.step():
+            pass
+
+    def clear_cache(self) -> None:
+        """Discard every KV entry that no message references."""
+        with self.core.lock:
+            while self.core.cache_manager.offload_manager.wait():
+                self.core.poll_transfers()
+            self.core.cache_manager.evict_unreferenced()
+
+    def stats(self) -> EngineStats:
+        """Return the engine's load (queues, KV cache, tiers) and its counters.
+
+        Waits for no other thread: during a step, the numbers may be those of a part of it.
+        """
+        core = self.core
+        copies = [
+            copy for entry in list(core.cache_manager.entries.values()) for copy in list(entry.tier_copies.items())
+        ]
+        return EngineStats(
+            num_waiting=len(core.scheduler.waiting),
+            num_running=len(core.scheduler.running),
+            num_steps=core.num_steps,
+            num_batched_tokens=core.num_batched_tokens,
+            num_drafted_tokens=core.speculator.num_drafted if core.speculator else 0,
+            num_accepted_tokens=core.speculator.num_accepted if core.speculator else 0,
+            **core.cache_manager.stats,
+            tier_tokens={
+                tier.name: sum(copy.tokens for name, copy in copies if name == tier.name)
+                for tier in core.cache_manager.offload_manager.tiers
+            },
+            events=dict(core.events.counts),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant of cache or queues is broken."""
+        self.core.check()
+
+    def warm_up(self) -> None:
+        """Compile the graphs of every batch size that fits the cache.
+
+        Later steps then compile nothing. Does nothing without `compile`. CUDA graphs of larger batches are
+        captured on first use.
+        """
+        compiled, pool = self.core.hf_model.compiled, self.core.cache_manager.pool
+        if compiled is None:
+            return
+        max_tokens = min(self.model_info.max_positions, pool.pages * pool.page_size)
+        with self.session() as session:
+            for num_tokens in compiled.warm_up_sizes:
+                if num_tokens <= max_tokens:
+                    session.prefill([0] * num_tokens).result()  # one step
+
+    def close(self) -> None:
+        """Refuse further requests and delete the disk tier's files."""
+        self.core.closed = True
+        with self.core.lock:  # no other thread may be writing a file
+            self.core.cache_manager.offload_manager.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _enable_compile(hf_model: HFModel, config: EngineConfig) -> None:
+    hf_model.ensure_single_process("compile=True")
+    if hf_model.attention_patch is not None:
+        raise ConfigError(f"compile=True: {hf_model.model_info.name} is of a family that is not compiled; leave it out")
+    # imported on demand: both use private torch APIs
+    if hf_model.model_info.device.type == "cuda":
+        if config.backend not in ("auto", "triton"):
+            raise ConfigError(f"compile=True, backend={config.backend!r}: on a GPU use backend='triton' or 'auto'")
+        from ..models.compilation.cuda_graph import CudaGraphForward
+
+        hf_model.compiled = CudaGraphForward(hf_model, config.compile_sizes or (2, 4, 8, 16, 32, 64, 128, 256))
+    else:
+        from ..models.compilation.torch_compile import CompiledForward
+
+        sizes = config.compile_sizes
+        hf_model.compiled = CompiledForward(hf_model, sizes, compiles_larger=sizes is None)
+
+
+def _create_cache_manager(
+    hf_model: HFModel, config: EngineConfig, events: EventBus, sleep: Callable[[float], object]
+) -> KVCacheManager:
+    """Create the KV cache of an engine: pool, tiers and transfer executor.
+
+    Raises:
+        ConfigError: if the ranks of one model have different options.
+    """
+    model_info, cache, tp_group = hf_model.model_info, config.cache, hf_model.tp_group
+    if tp_group is not None:
+        shared_config = replace(config, cache=replace(cache, disk_dir=None))
+        tp_group.ensure_equal("options", (shared_config, model_info.layers, model_info.max_positions, model_info.dtype))
+    bytes_per_token = model_info.kv_bytes_per_token
+    if (
+        cache.capacity is None
+        or parse_capacity(cache.capacity, bytes_per_token) * bytes_per_token >= GC_THRESHOLD_BYTES
+    ):
+        gc.collect()  # unreferenced engines contain reference cycles; free their memory now
+    pool = KVPool(
+        pages=hf_model.default_cache_tokens(cache.capacity) // cache.page_size,
+        page_size=cache.page_size,
+        layers=[(model_info.kv_heads, model_info.head_dim)] * model_info.layers,
+        dtype=model_info.dtype,
+        device=model_info.device,
+        poison_freed_pages=cache.poison_freed_pages,
+    )
+    shared: dict[str, Any] = (
+        {} if tp_group is None else {"executor": SyncExecutor(model_info.device), "clock": tp_group.shared_clock}
+    )
+    return KVCacheManager(
+        pool, eviction=cache.eviction, events=events, tiers=make_tiers(pool, cache), sleep=sleep, **shared
+    )

@@ -1,0 +1,1 @@
+"""Which keys and values a request reads, and where they are."""

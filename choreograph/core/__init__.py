@@ -1,0 +1,1 @@
+"""Admission of requests and the step loop."""

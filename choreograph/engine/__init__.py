@@ -1,1 +1,0 @@
-"""Inference engine: scheduling, execution, sampling and the session API."""

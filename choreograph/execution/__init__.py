@@ -1,0 +1,1 @@
+"""Batches: forward passes, sampling, drafts."""

@@ -1,0 +1,1 @@
+"""Features that change which keys and values a request reads."""

@@ -1,0 +1,117 @@
+"""`Repair` options, and the interface of selection strategies."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...errors import ConfigError
+from ...kv_cache.entry import KVSlice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...core.core import EngineCore
+    from ...request.request import Request
+
+TokenRanges = list[tuple[int, int]]  # half-open, ascending, not adjacent
+
+BLOCK_SIZE = 4  # tokens that a scoring strategy selects together: every separate range is a KV read of its own
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Share of the context to recompute, and the strategy that selects it.
+
+    Args:
+        share: share of the tokens of every parent, from 0 (reuse as it is) to 1 (the result of
+            prefix mode).
+        strategy: key of `REPAIR_STRATEGIES`: "first", "unseen", "deviation" or "attention".
+    """
+
+    share: float
+    strategy: str = "first"
+
+    def __post_init__(self) -> None:
+        from . import REPAIR_STRATEGIES
+
+        is_number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
+        if not is_number or not 0 <= self.share <= 1:
+            raise ConfigError(f"repair share={self.share!r}: use a number from 0 to 1")
+        if self.strategy not in REPAIR_STRATEGIES:
+            raise ConfigError(f"repair strategy={self.strategy!r}: use one of {list(REPAIR_STRATEGIES)}")
+
+    @classmethod
+    def parse(cls, value: "float | Repair | None") -> "Repair | None":
+        """Convert the `repair` argument of a call; None for no repair."""
+        repair = value if isinstance(value, Repair) or value is None else cls(value)
+        return repair if repair is not None and repair.share > 0 else None
+
+
+class ParentView(NamedTuple):
+    """One parent of a call that is to be repaired."""
+
+    tokens: list[int]  # visible token ids
+    position: int  # of the first one, where prefix mode would place it
+    slices: tuple[KVSlice, ...]  # its KV at that position
+    is_exact: bool  # its KV equals what prefix mode would compute here: nothing to repair
+
+
+class ContextView(NamedTuple):
+    """Context of a call, as a selection strategy sees it."""
+
+    core: "EngineCore"
+    request: "Request"  # the call that reads the context
+    parents: list[ParentView]
+    share: float  # of the tokens to recompute
+    # (C,) attention that each context token receives from the call's prompt in late layers; None without `reads_prompt`
+    attention: "Tensor | None" = None
+
+
+class Strategy(NamedTuple):
+    """Selection of the tokens to recompute."""
+
+    select: Callable[[ContextView], list[TokenRanges]]  # ranges of every parent, relative to its first visible token
+    reads_kv: bool = False  # the context must be complete and on the device
+    reads_prompt: bool = False  # the prompt is computed over the context first, for `ContextView.attention`
+
+
+def select_by_score(view: ContextView, scores: "Tensor") -> list[TokenRanges]:
+    """Select the blocks of tokens with the highest scores.
+
+    Args:
+        scores: (C,) one score for every context token, parents in order; those of exact parents
+            are ignored.
+
+    Returns:
+        Ranges of each parent with, together, `view.share` of the tokens that are not exact.
+    """
+    blocks: list[tuple[float, int, int, int]] = []  # negative mean score, parent, start, end
+    begin = budget = 0
+    for index, parent in enumerate(view.parents):
+        num_tokens = len(parent.tokens)
+        if not parent.is_exact:
+            budget += num_tokens
+            for start in range(0, num_tokens, BLOCK_SIZE):
+                end = min(start + BLOCK_SIZE, num_tokens)
+                blocks.append((-scores[begin + start : begin + end].mean().item(), index, start, end))
+        begin += num_tokens
+    remaining = math.ceil(view.share * budget)
+    selected: list[TokenRanges] = [[] for _ in view.parents]
+    for _, index, start, end in sorted(blocks):
+        if remaining <= 0:
+            break
+        selected[index].append((start, min(end, start + remaining)))
+        remaining -= end - start
+    return [_merge(ranges) for ranges in selected]
+
+
+def _merge(ranges: TokenRanges) -> TokenRanges:
+    """Sort ranges and join adjacent ones."""
+    merged: TokenRanges = []
+    for start, end in sorted(ranges):
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], end
+        else:
+            merged.append((start, end))
+    return merged

@@ -1,0 +1,1 @@
+"""The papers' experiments: workflows, evaluation, training, profiling."""

@@ -1,0 +1,1 @@
+"""Profiles of layers that other models may reuse."""

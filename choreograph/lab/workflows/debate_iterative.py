@@ -1,0 +1,138 @@
+"""Iterative debate of two sides with a moderator (Liang et al. 2024).
+
+Prompt Choreography, Figure 6. Each side attends to its own instructions and every earlier turn of both.
+Turns of the other side were computed after the other side's instructions. In every round the moderator
+attends to its instructions and all turns, gives its reasons and a verdict, and may end the debate; no
+one attends to a verdict.
+"""
+
+import re
+
+from ...api.message import Message
+from ...errors import ConfigError
+from .parsing import final_answer, first_yes_no
+from .run import WorkflowRun
+from .single_call import EXAMPLE, STOP_STRINGS
+
+DEBATE = (  # the second sentence is level 2 of Liang et al.
+    "You are a debater in a debate of two sides about the solution of a problem, and speak for the {side} side. It's "
+    "not necessary to fully agree with each other's perspectives, as our objective is to find the correct answer. {duty} "
+)
+
+FEW_SHOT_PROMPT = (
+    f"{DEBATE}Argue step by step, with a short line for each step, like this:\n\n{EXAMPLE}\n\nProblem: {{task}}"
+)
+
+ZERO_SHOT_PROMPT = f"{DEBATE}Argue step by step and end with your answer in \\boxed{{{{}}}}.\n\nProblem: {{task}}"
+
+SIDES = {
+    "affirmative": "You speak first. Later, say whether you agree with the negative side, with reasons and an answer.",
+    "negative": "You disagree with the affirmative side's answer: provide your answer and reasons.",
+}
+
+MODERATOR = (
+    "You are a moderator. Two debaters, Affirmative and Negative, will present their answers and discuss their "
+    "perspectives on the problem below. At the end of each round, evaluate both sides' answers and determine if there "
+    "is a clear preference for an answer candidate. If so, summarize your reasons and give the final answer that you "
+    "think is correct, and the debate will conclude. If not, the debate will continue. Output JSON in this format: "
+    '{{"Reason": "", "Whether there is a preference": "Yes or No", "Supported Side": "Affirmative or Negative", '
+    '"debate_answer": ""}}\n\nProblem: {task}'
+)
+
+SHORT_MODERATOR = (
+    "You moderate a debate of two sides, Affirmative and Negative, about the solution of a problem. After each "
+    "round, judge whether one correct answer is settled.\n\nProblem: {task}"
+)
+
+CONCLUDE = (
+    "The debate has ended without a verdict. Summarize your reasons and give the final answer that you think is "
+    'correct. Output JSON in this format: {"Reason": "", "debate_answer": ""}'
+)
+
+FORMS = ("paper", "short")
+
+SIDE_STOP_STRINGS = (*STOP_STRINGS, "\nAffirmative", "\nNegative")  # a side must not continue as the other
+
+VERDICT_TOKENS = 512
+
+VERDICT_START = '{"Reason": "'
+
+FINAL = "The final answer is \\boxed{"
+
+_PREFERENCE = re.compile(r"preference\W{1,5}(yes|no)\b", re.IGNORECASE)
+
+_ANSWER = re.compile(r'answer"?\s*:\s*(?:"((?:[^"\\]|\\.)*)"?|([^",}\n]+))', re.IGNORECASE)
+
+
+def run(wf: WorkflowRun, task: str, *, rounds: int = 3, prompt: str = "worked", form: str = "paper") -> Message:
+    """Debate a problem; return the moderator's final answer.
+
+    Args:
+        form: "paper", or "short": the moderator says yes or no after every round but the last, without
+            reasons, then states the final answer.
+    """
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds}: use 1 or more")
+    styles = {"worked": FEW_SHOT_PROMPT, "plain": ZERO_SHOT_PROMPT}
+    for name, value, allowed in (("prompt", prompt, list(styles)), ("form", form, FORMS)):
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r}: use one of {list(allowed)}")
+    prompts = {
+        side: wf.prefill(f"{side} prompt", wf.user(styles[prompt].format(side=side, duty=duty, task=task)))
+        for side, duty in SIDES.items()
+    }
+    instructions = MODERATOR if form == "paper" else SHORT_MODERATOR
+    moderator = wf.prefill("moderator prompt", wf.user(instructions.format(task=task)))
+    debate: list[Message] = []
+    for number in range(1, rounds + 1):
+        for side in SIDES:
+            header = wf.assistant(f"{side.capitalize()} side:\n")
+            debate.append(wf.decode(side, header, [prompts[side], *debate], stop=SIDE_STOP_STRINGS))
+        if form == "paper":
+            verdict = moderate(wf, "verdict", [moderator, *debate])
+            has_preference, answer = read_verdict(verdict.text)
+            if has_preference is None:
+                wf.record_parse_failure("verdict")
+            if has_preference and answer:
+                wf.record("rounds", number)
+                wf.record("answer", answer)
+                return verdict
+        elif number == rounds or debate_is_over(wf, moderator, debate):
+            break
+    wf.record("rounds", number)
+    if form == "short":
+        final = wf.decode("answer", wf.assistant(f"Moderator: {FINAL}"), [moderator, *debate], max_tokens=48)
+        wf.record("answer", final_answer(FINAL + final.text))
+        return final
+    conclude = wf.prefill("conclude prompt", wf.user(CONCLUDE), [moderator])
+    final = moderate(wf, "answer", [moderator, *debate, conclude])
+    wf.record("answer", read_verdict(final.text)[1] or final_answer(final.text, is_complete=False))
+    return final
+
+
+def moderate(wf: WorkflowRun, stage: str, context: list[Message]) -> Message:
+    """Decode a verdict that starts with its reasons."""
+    return wf.decode(stage, wf.assistant(f"Moderator:\n{VERDICT_START}"), context, max_tokens=VERDICT_TOKENS)
+
+
+def read_verdict(text: str) -> tuple[bool | None, str | None]:
+    """Return a verdict's preference and its answer, None if not stated.
+
+    The text need not be valid JSON: small models leave out quotes and braces, and formulas contain
+    backslashes.
+    """
+    preferences, answers = _PREFERENCE.findall(text), [quoted or bare for quoted, bare in _ANSWER.findall(text)]
+    answer = next((value.replace("\\\\", "\\") for value in reversed(answers) if re.search(r"\w", value)), None)
+    return (
+        preferences[-1].lower() == "yes" if preferences else None,
+        None if answer is None else final_answer(f"The answer is {answer}"),
+    )
+
+
+def debate_is_over(wf: WorkflowRun, moderator: Message, debate: list[Message]) -> bool:
+    """Return whether a short verdict ends the debate."""
+    header = wf.assistant("Moderator: Do both sides agree on one answer? My verdict (yes or no):")
+    verdict = first_yes_no(wf.decode("verdict", header, [moderator, *debate], max_tokens=16).text)
+    if verdict is None:
+        wf.record_parse_failure("verdict")
+    return bool(verdict)

@@ -1,0 +1,1 @@
+"""Sessions of an engine in another process."""

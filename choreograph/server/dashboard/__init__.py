@@ -1,0 +1,1 @@
+"""Dashboard of a server."""

@@ -1,0 +1,327 @@
+"""/v1/responses: items in place of messages, and responses that later requests continue."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from ...errors import InvalidRequestError
+from ..api_errors import explain_validation
+from ..running_request import RunningRequest
+from ..service import InferenceService
+from ..structured.output_parser import FunctionCall
+from .answer_loop import AnswerEvent, AnswerLoop, ParserOptions
+from .event_stream import sse
+from .protocol import ChatCompletionRequest, ResponsesRequest
+from .response_store import StoredResponse
+from .token_text import logprob_entry
+
+SHARED_FIELDS = (
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "structured_outputs", "choreography",
+    "cache_salt", "extra_key", "priority", "session_id", "chat_template_kwargs", "skip_special_tokens",
+    "parallel_tool_calls",
+)  # fmt: skip
+
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+
+# fields of a chat that have another name here
+FIELD_NAMES = {"messages": "input", "response_format": "text"}
+
+
+def to_chat(
+    body: ResponsesRequest, previous: StoredResponse | None
+) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
+    """Return the chat request, and its messages without instructions."""
+    if body.background:
+        raise InvalidRequestError("background: responses are computed at once; leave it out")
+    if body.conversation is not None or body.prompt is not None:
+        raise InvalidRequestError("conversation: the server stores responses; use previous_response_id")
+    messages = [*(previous.messages if previous else []), *_messages_of(body.input)]
+    if not messages:
+        raise InvalidRequestError("input: is empty: give at least one item")
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    options: dict[str, Any] = {name: getattr(body, name) for name in SHARED_FIELDS}
+    options |= {
+        "messages": instructions + messages,
+        "tools": [_tool_of(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _choice_of(body.tool_choice),
+        "max_completion_tokens": body.max_output_tokens,
+        "response_format": _format_of(body.text),
+        "logprobs": bool(body.top_logprobs) or INCLUDE_LOGPROBS in (body.include or ()),
+        "top_logprobs": body.top_logprobs,
+    }
+    try:
+        return ChatCompletionRequest.model_validate(options), messages
+    except ValidationError as exc:
+        path, kind, reason = explain_validation(exc.errors(), options)
+        name = FIELD_NAMES.get(str(path[0]), path[0])
+        problem = f"{path[-1]} is missing" if kind == "missing" else reason
+        raise InvalidRequestError(f"{name}: {problem}") from None
+
+
+def _messages_of(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return chat messages of input items, with calls in assistant messages."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message" and "role" in item:
+            _append_message(messages, item["role"], item.get("content"))
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind != "reasoning":  # reasoning of earlier answers is not part of a prompt
+            raise InvalidRequestError(
+                f"input: item of type {kind!r:.60}: use messages, function calls and their outputs"
+            )
+    return messages
+
+
+def _append_message(messages: list[dict[str, Any]], role: Any, content: Any) -> None:
+    """Append a message.
+
+    A text of the assistant behind its calls belongs to the same answer.
+    """
+    last = messages[-1] if messages else {}
+    if role == "assistant" and last.get("tool_calls"):
+        parts = [part for text in (last["content"], content) for part in _parts(text)]
+        messages[-1] = last | {"content": parts}
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _parts(content: Any) -> list[Any]:
+    if isinstance(content, list):
+        return content
+    return [] if content is None else [{"type": "output_text", "text": content}]
+
+
+def _tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise InvalidRequestError(f"tools: type {tool.get('type')!r:.60}: the server calls functions alone")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice_of(choice: Any) -> Any:
+    if isinstance(choice, dict):
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format_of(text: Mapping[str, Any] | None) -> Any:
+    form = (text or {}).get("format")
+    if not isinstance(form, dict) or form.get("type") in (None, "text"):
+        return None
+    if form["type"] == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+    return {"type": form["type"]}
+
+
+class ResponseAnswer:
+    """Answer of one responses request, whole or streamed.
+
+    Output items are in the order in which the model wrote them: reasoning, texts and calls.
+    """
+
+    def __init__(
+        self,
+        service: InferenceService,
+        body: ResponsesRequest,
+        running: RunningRequest,
+        parser_options: ParserOptions,
+        messages: list[dict[str, Any]],
+    ) -> None:
+        self._body, self._messages = body, messages
+        has_logprobs = running.spec.sampling.logprobs is not None
+        self._loop = AnswerLoop(service, running, parser_options, has_logprobs=has_logprobs)
+        self._answer = self._loop.answers[0]
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        running.name_response(self._id, body.model)
+        self._output: list[dict[str, Any]] = []  # items; the last one may be open
+        self._is_open = False
+        self._num_events = 0
+
+    def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        body = self._body
+        is_cut = status == "incomplete"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def stored(self, response: dict[str, Any], num_bytes: int) -> StoredResponse:
+        """Return what a later request needs to continue this response.
+
+        Args:
+            num_bytes: of the request.
+        """
+        answer = self._answer
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.calls:
+            message["tool_calls"] = answer.tool_calls
+        num_chars = len(answer.content) + len(answer.reasoning) + sum(len(call.arguments) for call in answer.calls)
+        return StoredResponse(response, [*self._messages, message], num_bytes + 4 * num_chars)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the complete response."""
+        async for events in self._loop.steps():
+            for _, event in events:
+                self._write(event)
+        return self._complete()
+
+    async def events(self, on_complete: Any) -> AsyncIterator[str]:
+        """Yield the server-sent events of a streamed response.
+
+        Args:
+            on_complete: called with the complete response before its last event.
+        """
+        created = self._response("in_progress", [], None)
+        is_first = True
+        async for events in self._loop.steps():
+            chunks = []
+            if is_first:
+                chunks = [self._event(f"response.{kind}", response=created) for kind in ("created", "in_progress")]
+                is_first = False
+            for _, event in events:
+                chunks += self._write(event)
+            if chunks:
+                yield "".join(chunks)
+        response = self._complete()
+        on_complete(response)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _complete(self) -> dict[str, Any]:
+        usage = self._loop.usage()
+        counts = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+            "choreography": usage["choreography"],
+        }
+        return self._response("incomplete" if self._is_cut else "completed", self._output, counts)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._answer.finish_reason == "length"
+
+    def _event(self, kind: str, **data: Any) -> str:
+        self._num_events += 1
+        return sse({"type": kind, "sequence_number": self._num_events - 1, **data}, kind)
+
+    # -- the output, and its events -------------------------------------------------------------------------
+
+    def _write(self, event: AnswerEvent) -> list[str]:
+        """Append an event of the answer to the output; return its events."""
+        if event.call is not None:
+            return [*self._close(), *self._write_call(event.call)]
+        if event.kind == "end":
+            # an answer without text has an empty one, unless it is a call
+            opened = [] if self._answer.calls or self._answer.content else [*self._close(), *self._open("message")]
+            return [*opened, *self._close()]
+        kind = "reasoning" if event.kind == "reasoning" else "message"
+        events = []
+        if not (self._is_open and self._output[-1]["type"] == kind):
+            events = [*self._close(), *self._open(kind)]
+        part = self._output[-1]["content"][0]
+        part["text"] += event.text
+        fields: dict[str, Any] = {"delta": event.text}
+        if kind == "message":
+            entries = [logprob_entry(token, self._loop.token_bytes, self._num_top) for token in event.tokens]
+            part["logprobs"] += entries
+            fields["logprobs"] = entries
+        return [*events, self._event(f"response.{part['type']}.delta", **self._place, **fields)]
+
+    @property
+    def _num_top(self) -> int:
+        return self._body.top_logprobs or 0
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Fields that say where an event of the last item's text belongs."""
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
+
+    def _open(self, kind: str) -> list[str]:
+        """Start an item with an empty text."""
+        item: dict[str, Any] = {"id": f"rs_{uuid.uuid4().hex}", "type": kind, "summary": [], "status": "in_progress"}
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        if kind == "message":
+            item = {"id": f"msg_{uuid.uuid4().hex}", "type": kind, "role": "assistant", "status": "in_progress"}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output.append(item | {"content": []})
+        self._is_open = True
+        events = [
+            self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1]),
+            self._event("response.content_part.added", **self._place, part=part),
+        ]
+        self._output[-1]["content"].append(part)
+        return events
+
+    def _close(self) -> list[str]:
+        """End the text of the last item, if it is open."""
+        if not self._is_open:
+            return []
+        self._is_open, item = False, self._output[-1]
+        item["status"] = "incomplete" if self._is_cut else "completed"
+        part = item["content"][0]
+        text = {name: part[name] for name in ("text", "logprobs") if name in part}
+        return [
+            self._event(f"response.{part['type']}.done", **self._place, **text),
+            self._event("response.content_part.done", **self._place, part=part),
+            self._event("response.output_item.done", output_index=len(self._output) - 1, item=item),
+        ]
+
+    def _write_call(self, call: FunctionCall) -> list[str]:
+        """Append a call, which is announced without its arguments."""
+        item = {
+            "id": f"fc_{call.id.removeprefix('call_')}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+        }
+        index = len(self._output)
+        place = {"item_id": item["id"], "output_index": index}
+        done = item | {"status": "completed", "arguments": call.arguments}
+        self._output.append(done)
+        kind = "response.function_call_arguments"
+        return [
+            self._event("response.output_item.added", output_index=index, item=item),
+            self._event(f"{kind}.delta", **place, delta=call.arguments),
+            self._event(f"{kind}.done", **place, name=call.name, arguments=call.arguments),
+            self._event("response.output_item.done", output_index=index, item=done),
+        ]

@@ -1,0 +1,1 @@
+"""Proxy in front of vLLM that finds quotes."""

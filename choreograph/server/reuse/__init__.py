@@ -1,0 +1,1 @@
+"""Reuse of messages and quotes in a server's traffic."""
