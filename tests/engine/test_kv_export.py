@@ -7,9 +7,9 @@ from safetensors.torch import save_file
 
 from choreograph import Engine, SamplingParams
 from choreograph.api import kv_export as copies
-from choreograph.api.kv_export import KVSnapshot
 from choreograph.errors import CacheFileError, InvalidRequestError, SessionClosedError
 from choreograph.kv_cache.tiers import TransferOps
+from choreograph.messages.kv_export import KVSnapshot
 from choreograph.models.info import weights_hash
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

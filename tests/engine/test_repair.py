@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from choreograph import Engine, EngineConfig, Repair, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError, RequestFailedError
-from choreograph.features.repair import REPAIR_STRATEGIES
+from choreograph.features.repair.options import REPAIR_STRATEGIES
 from choreograph.features.repair.planner import RepairPlanner
 from choreograph.features.repair.probe import AttentionObserver
 

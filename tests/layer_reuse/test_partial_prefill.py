@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.api.kv_export import copy_kv
 from choreograph.errors import (
     ConfigError,
     InvalidPositionError,
@@ -24,8 +23,9 @@ from choreograph.errors import (
     ModelError,
     RequestFailedError,
 )
-from choreograph.features.cross_model import LayerPattern
 from choreograph.kv_cache.tiers import TransferOps
+from choreograph.layer_pattern import LayerPattern
+from choreograph.messages.kv_export import copy_kv
 from choreograph.request.request import RequestState
 
 HEARD = SamplingParams(logprobs=0)
