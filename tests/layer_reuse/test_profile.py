@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.char_tokenizer import tokenizer
+from helpers.inspect_engine import inspect
 from helpers.model_variants import LAYERS
 from rich.console import Console
 from typer.testing import CliRunner
@@ -127,7 +128,7 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
     with pytest.raises(ConfigError, match="same id"):
         profile_pair(engine, "math", [*ASKED, ASKED[0]], tmp_path, config=setting)
     choice = enable_profiled_reuse(engine, result, "math", times=ServiceTimes(0.01), max_loss=1e9)
-    assert LayerPattern() in choice.patterns and ("math", "base") in engine.core.cross_model_reuse.pairs
+    assert LayerPattern() in choice.patterns and ("math", "base") in inspect(engine).layer_reuse_pairs
     with pytest.raises(ConfigError, match="receiver='base' is not the receiver"):
         enable_profiled_reuse(engine, result, "base", "math", times=ServiceTimes(0.01))
     with pytest.raises(ModelError, match="'nobody' does not compute here"):
