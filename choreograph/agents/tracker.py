@@ -15,7 +15,7 @@ from ..api.session import PromptInput, Session
 from ..config import check_count
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event
-from ..kv_cache.eviction import EvictionHints
+from ..kv_cache.hints import EvictionHints
 from ..namespace import Client
 from ..request.request import Request
 from .fixed_prefix import FixedPrefix, content_hashes

@@ -200,10 +200,10 @@ class Engine:
         entries = [entry for entry in self.core.cache_manager.entries.values() if entry.owners]
         seen = set(entries)
         for entry in entries:  # grows during iteration
-            for kv_slice in entry.context:
-                if kv_slice.entry not in seen:
-                    seen.add(kv_slice.entry)
-                    entries.append(kv_slice.entry)
+            for read_entry in entry.read_entries:
+                if read_entry not in seen:
+                    seen.add(read_entry)
+                    entries.append(read_entry)
         return any(entry.model == name for entry in entries)
 
     def enable_layer_reuse(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..attention.autotune import create_tuned_backend
 from ..attention.cpp_backend import BackendUnavailableError
 from ..config import EngineConfig
-from ..context.placement import insert_into_prefix_tree, namespace_of
+from ..context.placement import copy_headers, insert_into_prefix_tree, namespace_of
 from ..context.residency import ContextLoader
 from ..errors import (
     CacheFullError,
@@ -28,7 +28,6 @@ from ..features.cross_model import CrossModelReuse
 from ..features.repair.planner import RepairPlanner
 from ..kv_cache.hashing import content_hash
 from ..kv_cache.manager import KVCacheManager
-from ..kv_cache.prefix_tree import copy_headers
 from ..kv_cache.transfer import TransferError
 from ..models.hf_model import HFModel
 from ..models.model_set import ModelSet
@@ -377,8 +376,8 @@ class EngineCore:
             self.model_runner.reset()
         if previous_state is RequestState.WAITING:
             self.release_dependencies(request.dependencies)
-        for kv_slice in request.context:
-            cache.release(kv_slice.entry, request.request_owner)
+        for read_entry in request.read_entries:
+            cache.release(read_entry, request.request_owner)
         request.context = ()
         if request.decode_state is not None:
             request.decode_state.release_sampling()
@@ -438,8 +437,9 @@ class EngineCore:
             self.finish(request, RequestState.CANCELLED, "cancelled")
         elif request.state in (RequestState.RUNNING, RequestState.TOKENS_FINAL):
             entry = request.entry
-            other_owners = entry.owners - {request.request_owner, request.message_owner} or entry.num_tree_children
-            if other_owners and not entry.is_complete:  # its readers need the tokens it already has
+            has_children = self.cache_manager.prefix_tree.has_children(entry)
+            is_read = has_children or not entry.owners <= {request.request_owner, request.message_owner}
+            if is_read and not entry.is_complete:  # its readers need the tokens it already has
                 request.cancel_when_computed = True
                 request.finish_reason = request.finish_reason or "cancelled"
             elif request.state is RequestState.TOKENS_FINAL:

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from ..context.placement import PLACERS, insert_into_prefix_tree
+from ..context.placement import PLACERS, insert_into_prefix_tree, reuse_header
 from ..errors import CacheFullError, ChoreographError, LostContextError, RequestFailedError, RequestTooLargeError
 from ..execution.model_runner import Batch
-from ..kv_cache.entry import KVEntry
+from ..kv_cache.entry import EntryLayers, KVEntry
 from ..kv_cache.fixed_parts import split_path
-from ..kv_cache.prefix_tree import reuse_header
 from ..outputs import Usage
 from ..request.request import Request, RequestState, has_inputs, wrap_error
 from .preemption import MAX_PASSED_OVER, Preemptor
@@ -187,11 +186,12 @@ class Scheduler:
         num_tokens = len(placement.tokens) + (1 + len(request.footer) if request.is_decode else 0)
         self._core.context_loader.ensure_resident(
             request.id,
-            placement.context,
+            placement.read_entries,
             max(num_tokens, required_tokens),
             partial=request.computed_layers is not None,
             may_load=may_load,
         )
+        hidden_layers = cache.pool.hidden if request.computed_layers is None else ()
         entry = request.entry = cache.allocate_entry(
             placement.tokens,
             placement.position,
@@ -200,16 +200,18 @@ class Scheduler:
             max_tokens=max_tokens,
             owner=request.request_owner,
             model=request.model,
-            computed_layers=request.computed_layers,
+            layers=EntryLayers(
+                request.computed_layers,
+                hidden=self._core.model_set.captured_layers(request.model, hidden_layers),
+                hidden_source=placement.hidden_source,
+            ),
         )
         try:
-            entry.cached_hidden_layers = self._core.model_set.captured_layers(
-                request.model, cache.pool.hidden if request.computed_layers is None else ()
-            )
-            for kv_slice in placement.context:
-                cache.acquire(kv_slice.entry, request.request_owner)
+            for read_entry in entry.read_entries:
+                cache.acquire(read_entry, request.request_owner)
             self._core.context_loader.release(request.id)
-            request.context, entry.agent_key = entry.context, request.agent_key
+            request.context = entry.context
+            cache.hints.set_agent(entry, request.agent_key)
             if not is_resumed:
                 request.usage = request.admission_usage(num_context_tokens)
             if request.mode == "choreographed":
@@ -241,8 +243,8 @@ class Scheduler:
         """Start recomputing a discarded KV entry in its newly allocated pages."""
         request = Request.for_recompute(self._core.new_id(), entry, self._core.model_set.weights_group(entry.model))
         try:
-            for kv_slice in entry.context:
-                self._cache_manager.acquire(kv_slice.entry, request.request_owner)
+            for read_entry in entry.read_entries:
+                self._cache_manager.acquire(read_entry, request.request_owner)
             self._cache_manager.acquire(entry, request.request_owner)
             self._core.events.emit("recomputing", request=request.id, entry=entry.id, tokens=len(entry.tokens))
         except BaseException:
@@ -325,7 +327,7 @@ class Scheduler:
         read_ids: set[int] = set()
         for request in reversed(self.running):
             if request.is_decode or request.entry.id in read_ids:
-                read_ids.update(kv_slice.entry.id for kv_slice in request.context)
+                read_ids.update(entry.id for entry in request.read_entries)
         urgent = [
             request
             for request in prompts
@@ -344,7 +346,7 @@ class Scheduler:
         """
         groups: dict[BatchKey, list[Request]] = {}
         for request in requests:
-            groups.setdefault((request.weights_group, request.entry.computed_layers), []).append(request)
+            groups.setdefault((request.weights_group, request.entry.layers.computed), []).append(request)
         if len(groups) <= 1:
             return [requests] if requests else []
         return [groups[key] for key in sorted(groups, key=lambda key: self._last_scheduled_step.get(key, 0))]
@@ -412,7 +414,7 @@ class Scheduler:
         for request in self.running:
             assert request.entry.num_scheduled_tokens == request.entry.num_computed_tokens
             assert request.num_pending_tokens, "a running request has nothing to compute"
-            assert all(kv_slice.entry.owners for kv_slice in request.context), "a context entry has no owner"
+            assert all(entry.owners for entry in request.read_entries), "a context entry has no owner"
 
 
 def _is_decoding(request: Request) -> bool:
@@ -427,14 +429,13 @@ def _is_ready(request: Request, allow_loading: bool) -> bool:
     source entry of a partial prefill, the inputs alone are needed. An entry whose first tokens are
     still read from another one has readers only after the step that copies them.
     """
-    if request.entry.computed_layers is not None:
-        source = request.entry.source_entry
-        if source is not None and not source.is_complete:
-            if source.location != "loading" or not (allow_loading or has_inputs(request)):
-                return False
+    source = request.entry.layers.hidden_source
+    if source is not None and not source.is_complete:
+        if source.location != "loading" or not (allow_loading or has_inputs(request)):
+            return False
     for entry, first, count, *_ in request.context:
         if entry.num_scheduled_tokens < first + count and not (allow_loading and entry.location == "loading"):
             return False
-        if entry.is_aliased:
+        if entry.shared_header is not None:
             return False
     return True

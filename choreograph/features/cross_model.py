@@ -294,12 +294,12 @@ class CrossModelReuse:
             return f"its source failed: {source.entry.error}"
         if source.computed_layers is not None:
             return "its source was computed in some layers only"
-        if unsent := source.entry.missing_layers - computed_layers:
+        if unsent := source.entry.layers.missing - computed_layers:
             return f"layers {sorted(unsent)} were not sent"
-        if missing := LayerPattern.from_layers(computed_layers).entry_layers - source.entry.cached_hidden_layers:
+        if missing := LayerPattern.from_layers(computed_layers).entry_layers - source.entry.layers.hidden:
             return f"inputs of layers {sorted(missing)} are not cached"
         pool = self._cache_manager.pool
-        partial = [len(p.entry.tokens) for p in request.parents if p.entry.computed_layers is not None]
+        partial = [len(p.entry.tokens) for p in request.parents if p.entry.is_partial]
         num_pages = sum(map(pool.num_pages_for, (*partial, len(request.prompt))))
         if computed_layers and (not computed_layers <= pool.partial_layers or num_pages > pool.num_pages(partial=True)):
             return "the partial-layer pool is too small"
@@ -323,7 +323,7 @@ class CrossModelReuse:
 
 
 def _why_lost(source: Request) -> str:
-    return f"sender {source.model!r}: {source.entry.lost_reason or 'its KV is lost'}"
+    return f"sender {source.model!r}: {source.entry.storage.lost_reason or 'its KV is lost'}"
 
 
 def _is_generating(request: Request) -> bool:

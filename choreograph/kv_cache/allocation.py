@@ -53,8 +53,8 @@ def grow_entry(cache_manager: "KVCacheManager", entry: KVEntry, num_tokens: int,
     missing = pool.num_pages_for(num_tokens) - num_pages
     if missing > 0:
         max_pages, after = pool.num_pages_for(max_tokens) - num_pages, entry.pages[-1] if entry.pages else None
-        partial = entry.computed_layers is not None
-        entry.set_pages(entry.pages + allocate_pages(cache_manager, missing, max_pages, after=after, partial=partial))
+        pages = allocate_pages(cache_manager, missing, max_pages, after=after, partial=entry.is_partial)
+        entry.set_pages(entry.pages + pages)
         cache_manager.resident[entry.id] = entry
 
 

@@ -1,4 +1,4 @@
-"""Eviction policies, eviction hints and pins.
+"""Eviction policies, and pins.
 
 Call path: `allocate_pages` calls `KVCacheManager.reclaim` when the device has too few free pages.
 `reclaim` cuts unused entries into pieces of one priority (`fixed_parts.split_unused`) and calls
@@ -16,17 +16,12 @@ extend.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .entry import KVEntry
-
-if TYPE_CHECKING:
-    from .manager import KVCacheManager
 
 
 class EvictionCandidate(NamedTuple):
@@ -92,96 +87,15 @@ EVICTION_POLICIES: dict[str, EvictionPolicy] = {
 }
 
 
-class EvictionHints(NamedTuple):
-    """Eviction hints of one workflow, by content hash."""
-
-    steps_to_execution: Mapping[bytes, float]  # steps until needed
-    while_referenced: Mapping[bytes, float] = MappingProxyType({})  # the same, only while owned
-    ephemeral_groups: frozenset[object] = frozenset()  # agent keys whose other entries are ephemeral
-
-
-class MinBySource:
-    """Numbers by key, merged by minimum over all sources (KVFlow §3.1)."""
-
-    def __init__(self) -> None:
-        self._values: dict[bytes, dict[object, float]] = {}  # by key and source
-
-    def replace(self, source: object, old: Mapping[bytes, float], new: Mapping[bytes, float]) -> None:
-        """Replace the numbers of a source, at a cost independent of others."""
-        for key in old.keys() - new.keys():
-            values = self._values[key]
-            del values[source]
-            if not values:
-                del self._values[key]
-        for key, value in new.items():
-            if old.get(key) != value:
-                self._values.setdefault(key, {})[source] = value
-
-    def get(self, key: bytes) -> float | None:
-        values = self._values.get(key)
-        return None if values is None else min(values.values())
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-NO_HINTS = EvictionHints({})
-
-
-class HintRegistry:
-    """Eviction hints of all workflows, merged by minimum (KVFlow §3.1)."""
-
-    def __init__(self) -> None:
-        self._hints: dict[object, EvictionHints] = {}
-        self.steps_to_execution = MinBySource()
-        self._while_referenced = MinBySource()
-        self._ephemeral_groups: Counter[object] = Counter()  # number of sources that name each
-
-    @property
-    def num_sources(self) -> int:
-        return len(self._hints)
-
-    def update(self, source: object, hints: EvictionHints | None) -> None:
-        """Replace the hints of a source; None removes them."""
-        old, new = self._hints.pop(source, NO_HINTS), hints or NO_HINTS
-        if hints is not None:
-            self._hints[source] = hints
-        self.steps_to_execution.replace(source, old.steps_to_execution, new.steps_to_execution)
-        self._while_referenced.replace(source, old.while_referenced, new.while_referenced)
-        if old.ephemeral_groups != new.ephemeral_groups:
-            self._ephemeral_groups.update(new.ephemeral_groups)
-            self._ephemeral_groups -= Counter(old.ephemeral_groups)
-
-    def add_referenced(self, source: object, key: bytes, steps: float) -> None:
-        """Add a number to the `while_referenced` of a source that has hints."""
-        self._while_referenced.replace(source, {}, {key: steps})
-        hints = self._hints[source]
-        self._hints[source] = hints._replace(while_referenced={**hints.while_referenced, key: steps})
-
-    def candidate(self, entry: KVEntry) -> EvictionCandidate:
-        """Return the policy inputs of an entry."""
-        steps = None
-        if self._hints and entry.content_hash is not None:
-            steps = self.steps_to_execution.get(entry.content_hash)
-            if steps is None and entry.owners:
-                steps = self._while_referenced.get(entry.content_hash)
-        for keys in entry.fixed_ends.values():
-            for key in keys:
-                value = self.steps_to_execution.get(key)
-                if value is not None and (steps is None or value < steps):
-                    steps = value
-        ephemeral = steps is None and entry.agent_key is not None and entry.agent_key in self._ephemeral_groups
-        return EvictionCandidate(
-            entry.id, entry.id, entry.last_access, entry.hit_count, bool(entry.owners), steps, ephemeral
-        )
+_ChangeOwner = Callable[[KVEntry, tuple[str, object]], None]  # adds or removes an owner of an entry
 
 
 class PinTable:
     """Pins: owners of entries that are removed automatically when they expire."""
 
-    def __init__(self, cache_manager: "KVCacheManager", clock: Callable[[], float]) -> None:
+    def __init__(self, acquire: _ChangeOwner, release: _ChangeOwner, clock: Callable[[], float]) -> None:
         self.clock = clock  # returns monotonic seconds
-        self._cache_manager = cache_manager
+        self._acquire, self._release = acquire, release
         self.expiry: dict[tuple[KVEntry, object], float] = {}  # seconds of the clock, infinite for no expiry
         self._next: list[
             tuple[float, int, tuple[KVEntry, object]]
@@ -197,7 +111,7 @@ class PinTable:
             heappush(self._next, (until, self._new_number(), (entry, owner)))
         if isinstance(owner, tuple):
             self._by_session.setdefault(owner[0], {})[entry, owner] = None
-        self._cache_manager.acquire(entry, ("pin", owner))
+        self._acquire(entry, ("pin", owner))
 
     def unpin(self, entry: KVEntry, owner: object) -> None:
         if self.expiry.pop((entry, owner), None) is None:
@@ -207,7 +121,7 @@ class PinTable:
             del pins[entry, owner]
             if not pins:
                 del self._by_session[owner[0]]
-        self._cache_manager.release(entry, ("pin", owner))
+        self._release(entry, ("pin", owner))
 
     def unpin_session(self, session_id: int) -> None:
         """Remove the pins whose owner is a tuple that starts with `session_id`."""

@@ -4,19 +4,20 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from ..errors import CacheBusyError, CacheFullError
 from ..events import EventBus
 from ..namespace import Namespace
 from ..outputs import BASE_MODEL
 from .allocation import allocate_pages, grow_entry
-from .entry import KVEntry, KVSlice
-from .eviction import EVICTION_POLICIES, HintRegistry, PinTable
-from .fixed_parts import FixedPartIndex, split_unused, split_used
+from .entry import ALL_LAYERS, EntryLayers, KVEntry, KVSlice
+from .eviction import EVICTION_POLICIES, PinTable
+from .fixed_parts import split_unused, split_used
+from .hints import FixedPartIndex, HintRegistry
 from .pool import KVPool
 from .prefetch import EVICTION_SLACK_DIVISOR, Prefetcher
-from .prefix_tree import PrefixTree, SharedHeaderIndex
+from .prefix_tree import PrefixTree
+from .shared_headers import SharedHeaderIndex
 from .tiers import HostTier, OffloadManager, Tier
 from .transfer import ThreadExecutor, make_executor
 
@@ -53,12 +54,12 @@ class KVCacheManager:
         self.entries: dict[int, KVEntry] = {}
         self.resident: dict[int, KVEntry] = {}  # those with device pages, which evictions search
         self._by_hash: dict[bytes, KVEntry] = {}
-        self._prefix_trees: dict[Namespace, PrefixTree] = {}
+        self.prefix_tree = PrefixTree()
         self._clock = itertools.count(1)
-        self.pins = PinTable(self, clock)
-        self.hints = HintRegistry()
+        self.pins = PinTable(self.acquire, self.release, clock)
         self.shared_headers = SharedHeaderIndex()
         self.fixed_parts = FixedPartIndex()
+        self.hints = HintRegistry(self.fixed_parts)
         self.prefetcher = Prefetcher(self, events)
 
     # -- lifetime -----------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ class KVCacheManager:
         max_tokens: int = 0,
         owner: tuple[str, object],
         model: str = BASE_MODEL,
-        computed_layers: frozenset[int] | None = None,
+        layers: EntryLayers = ALL_LAYERS,
     ) -> KVEntry:
         """Create an entry with pages for `capacity` tokens, evicting others if needed.
 
@@ -88,20 +89,25 @@ class KVCacheManager:
             CacheBusyError: if pages become free only when a transfer completes.
         """
         num_pages, max_pages = self.pool.num_pages_for(capacity), self.pool.num_pages_for(max_tokens)
-        pages = allocate_pages(self, num_pages, max_pages, partial=computed_layers is not None)
-        entry = self.add_entry(
-            tokens, base_position, tuple(context), pages, model=model, computed_layers=computed_layers
-        )
+        pages = allocate_pages(self, num_pages, max_pages, partial=layers.computed is not None)
+        entry = self.add_entry(tokens, base_position, tuple(context), pages, model=model, layers=layers)
         entry.owners.add(owner)
         return entry
 
     def add_entry(
-        self, tokens: list[int], base_position: int, context: tuple[KVSlice, ...], pages: list[int], **fields: Any
+        self,
+        tokens: list[int],
+        base_position: int,
+        context: tuple[KVSlice, ...],
+        pages: list[int],
+        *,
+        model: str = BASE_MODEL,
+        layers: EntryLayers = ALL_LAYERS,
     ) -> KVEntry:
-        """Create an entry without owners in allocated pages. For `fields` see `KVEntry`."""
+        """Create an entry without owners in allocated pages."""
         entry_id, page_size = next(self._clock), self.pool.page_size
-        entry = KVEntry(entry_id, tokens, base_position, context, pages, page_size, last_access=entry_id, **fields)
-        entry.num_final_tokens = len(tokens)
+        entry = KVEntry(entry_id, tokens, base_position, context, pages, page_size, model, layers)
+        entry.last_access, entry.num_final_tokens = entry_id, len(tokens)
         self.entries[entry.id] = entry
         if pages:
             self.resident[entry.id] = entry
@@ -128,7 +134,7 @@ class KVCacheManager:
         entry.last_access = next(self._clock)
         if not entry.in_use:
             self.prefetcher.num_usable_pages += len(entry.pages)
-        if not entry.owners and not (entry.is_indexed and entry.has_data):
+        if not entry.owners and not (self.is_indexed(entry) and entry.has_data):
             self._delete(entry)
 
     def free_unused_pages(self, entry: KVEntry) -> None:
@@ -149,14 +155,12 @@ class KVCacheManager:
         """
         if entry.id not in self.entries:  # deleted with its last owner
             return
-        if entry.prefix_tree is not None and entry.num_computed_tokens:
+        if entry in self.prefix_tree and entry.num_computed_tokens:
             del entry.tokens[entry.num_computed_tokens :]
             self.free_unused_pages(entry)
             return
         entry.error = error
-        if entry.content_hash is not None and self._by_hash.get(entry.content_hash) is entry:
-            del self._by_hash[entry.content_hash]
-            entry.is_indexed = False
+        self._unregister(entry)
         if not entry.in_use:
             self.discard(entry)
 
@@ -164,13 +168,15 @@ class KVCacheManager:
         """Delete every unreferenced entry, on every tier, after waiting for all transfers."""
         while self.offload_manager.wait():
             self.poll_transfers()
-        while leaves := [e for e in self.entries.values() if not e.owners and not e.num_tree_children]:
+        tree = self.prefix_tree
+        while leaves := [e for e in self.entries.values() if not e.owners and not tree.has_children(e)]:
             for entry in leaves:
                 self._delete(entry)
 
     def _free_pages(self, entry: KVEntry) -> None:
         self.truncate_pages(entry, 0)
         entry.num_computed_tokens = entry.num_scheduled_tokens = 0
+        entry.shared_header = None
 
     def truncate_pages(self, entry: KVEntry, count: int) -> None:
         """Free an entry's pages after the first `count`."""
@@ -189,19 +195,12 @@ class KVCacheManager:
         if entry.transfer is not None:
             entry.transfer.cancel()
             return
-        if entry.content_hash is not None and self._by_hash.get(entry.content_hash) is entry:
-            del self._by_hash[entry.content_hash]
-        entry.is_indexed = False
-        tree = entry.prefix_tree
-        if tree is not None:
-            for child in reversed(list(tree.descendants(entry))):
-                tree.remove(child)
-                child.is_indexed = False
-                if not child.owners and child.transfer is None:
-                    self._delete(child)
-            tree.remove(entry)
-            if tree.is_empty:
-                self._prefix_trees.pop(tree.namespace, None)
+        self._unregister(entry)
+        for child in reversed(list(self.prefix_tree.descendants(entry))):
+            self.prefix_tree.remove(child)
+            if not child.owners and child.transfer is None:
+                self._delete(child)
+        self.prefix_tree.remove(entry)
         self.shared_headers.remove(entry)
         self.fixed_parts.remove(entry)
         for copy in list(entry.tier_copies.values()):
@@ -222,15 +221,69 @@ class KVCacheManager:
     def register(self, entry: KVEntry, content_hash: bytes) -> None:
         """Set the content hash; `lookup` returns its first registered entry."""
         entry.content_hash = content_hash
-        if self._by_hash.setdefault(content_hash, entry) is entry:
-            entry.is_indexed = True
+        self._by_hash.setdefault(content_hash, entry)
 
-    def prefix_tree(self, namespace: Namespace, *, create: bool = False) -> PrefixTree:
-        """Return the prefix tree of a namespace; `create` registers a new one."""
-        tree = self._prefix_trees.get(namespace) or PrefixTree(namespace)
-        if create:
-            self._prefix_trees[namespace] = tree
-        return tree
+    def _unregister(self, entry: KVEntry) -> None:
+        if self._is_registered(entry):
+            del self._by_hash[entry.content_hash]  # type: ignore[arg-type]
+
+    def _is_registered(self, entry: KVEntry) -> bool:
+        return entry.content_hash is not None and self._by_hash.get(entry.content_hash) is entry
+
+    def is_indexed(self, entry: KVEntry) -> bool:
+        """Return whether an entry can be looked up by hash or in the prefix tree."""
+        return self._is_registered(entry) or entry in self.prefix_tree
+
+    # -- headers shared with other entries ----------------------------------------------------------------
+
+    def share_header(
+        self, entry: KVEntry, namespace: Namespace, owner: tuple[str, object], *, min_length: int, copy_now: bool
+    ) -> int:
+        """Skip first tokens of a new entry that another one over the same context has.
+
+        They are read from the other entry (`KVEntry.shared_header`), which `owner` references until
+        `copy_headers`.
+
+        Args:
+            min_length: tokens from which sharing is worth it.
+            copy_now: copy them at once if they are computed.
+
+        Returns:
+            The number of tokens that need not be computed.
+        """
+        header = self.shared_headers.add(namespace, entry, min_length)
+        if header is None:
+            return 0
+        other, num_tokens = header.entry, header.num_tokens
+        entry.num_scheduled_tokens = entry.num_computed_tokens = num_tokens
+        entry.layers = entry.layers._replace(hidden=entry.layers.hidden & other.layers.hidden)
+        if copy_now and other.num_computed_tokens >= num_tokens:  # else the next step computes them
+            self._copy_tokens([(header, entry)])
+        else:
+            self.acquire(other, owner)
+            entry.shared_header = header
+        return num_tokens
+
+    def copy_headers(self, sharing: Sequence[tuple[KVEntry, tuple[str, object]]]) -> None:
+        """Copy shared headers into the entries' own slots after a step.
+
+        Args:
+            sharing: entries with a shared header, and the owner that references the other entry.
+        """
+        self._copy_tokens([(entry.shared_header, entry) for entry, _ in sharing if entry.shared_header is not None])
+        for entry, owner in sharing:
+            if entry.shared_header is not None:
+                self.release(entry.shared_header.entry, owner)
+                entry.shared_header = None
+
+    def _copy_tokens(self, copies: Iterable[tuple[KVSlice, KVEntry]]) -> None:
+        """Copy each slice to the start of another entry."""
+        slots: list[int] = []
+        target_slots: list[int] = []
+        for kv_slice, target in copies:
+            slots += map(kv_slice.entry.slot, range(kv_slice.num_tokens))
+            target_slots += map(target.slot, range(kv_slice.num_tokens))
+        self.pool.copy_slots(slots, target_slots)
 
     # -- eviction from the device -------------------------------------------------------------------------
 
@@ -270,10 +323,7 @@ class KVCacheManager:
         return [
             entry
             for entry in self.resident.values()
-            if (entry.computed_layers is not None) == partial
-            and not entry.in_use
-            and entry.transfer is None
-            and entry.is_complete
+            if entry.is_partial == partial and not entry.in_use and entry.transfer is None and entry.is_complete
         ]
 
     def victims(self, entries: Iterable[KVEntry], incoming: KVEntry | None = None) -> Iterator[KVEntry]:
@@ -311,12 +361,12 @@ class KVCacheManager:
                 if self.offload_manager.accepts(tier, entry) and tier.fits(num_tokens):
                     reserved[tier.name] = num_tokens
                     return True
-        return not entry.num_tree_children and (not entry.owners or entry.can_recompute)
+        return not self.prefix_tree.has_children(entry) and (not entry.owners or entry.storage.can_recompute)
 
     def evict_entry(self, entry: KVEntry, with_descendants: bool = False) -> bool:
         """Offload an entry or free its pages; return whether either was possible."""
         is_worth_copying = entry.owners or not self.hints.candidate(entry).ephemeral
-        if not entry.tier_copies and entry.computed_layers is None and is_worth_copying:
+        if not entry.tier_copies and not entry.is_partial and is_worth_copying:
             tiers = self.offload_manager.tiers
             for depth, tier in enumerate(tiers):
                 if not self.offload_manager.accepts(tier, entry):
@@ -329,10 +379,11 @@ class KVCacheManager:
             if any(self.offload_manager.tokens_being_freed(tier) for tier in tiers):
                 return False
         if not entry.tier_copies:
-            descendants = entry.prefix_tree.descendants(entry) if entry.prefix_tree else ()
-            if entry.num_tree_children and not (with_descendants and all(not child.owners for child in descendants)):
+            if self.prefix_tree.has_children(entry) and not (
+                with_descendants and all(not child.owners for child in self.prefix_tree.descendants(entry))
+            ):
                 return False
-            if entry.owners and not entry.can_recompute:
+            if entry.owners and not entry.storage.can_recompute:
                 return False
         self._emit_evicted(entry, next(iter(entry.tier_copies), "dropped"))
         self._free_pages(entry)
@@ -373,7 +424,7 @@ class KVCacheManager:
                 assert isinstance(tier, HostTier), "the disk tier is the lowest"
                 self.offload_manager.demote(entry, tier, lower)
                 return
-            if entry.num_tree_children or (entry.owners and not entry.can_recompute):
+            if self.prefix_tree.has_children(entry) or (entry.owners and not entry.storage.can_recompute):
                 return
         self.offload_manager.free(entry, entry.tier_copies[tier.name])
         if is_only_copy:
@@ -416,7 +467,7 @@ class KVCacheManager:
             elif job.kind == "offload" and error is None and not entry.in_use:
                 self._emit_evicted(entry, job.copy.tier)
                 self._free_pages(entry)
-            if not entry.owners and not (entry.is_indexed and entry.has_data and not job.transfer.cancelled):
+            if not entry.owners and not (self.is_indexed(entry) and entry.has_data and not job.transfer.cancelled):
                 self._delete(entry)
         self.pins.expire()
         return failed
@@ -439,7 +490,7 @@ class KVCacheManager:
         """Return entry and page counts of the device; see `EngineStats`."""
         entries = list(self.entries.values())  # a copy: another thread may be running a step
         referenced = [entry for entry in entries if entry.owners]
-        num_partial = sum(len(e.pages) for e in referenced if e.computed_layers is not None)
+        num_partial = sum(len(e.pages) for e in referenced if e.is_partial)
         return {
             "num_pages": self.pool.pages,
             "num_free_pages": self.pool.free_pages,
@@ -460,16 +511,15 @@ class KVCacheManager:
             num_used = sum((page > self.pool.pages) == partial for page in pages)
             assert num_used + self.pool.num_free(partial) == self.pool.num_pages(partial), "pages are lost"
         for e in entries:
-            assert e.owners or e.transfer or (e.is_indexed and e.has_data), f"KV entry {e.id} is leaked"
+            assert e.owners or e.transfer or (self.is_indexed(e) and e.has_data), f"KV entry {e.id} is leaked"
             assert e.num_computed_tokens <= e.num_scheduled_tokens <= len(e.tokens)
             assert not e.pages or len(e.tokens) <= len(e.pages) * e.page_size
             assert e.pages or not e.num_computed_tokens, f"KV entry {e.id} has computed tokens but no pages"
-            assert all((page > self.pool.pages) == (e.computed_layers is not None) for page in e.pages)
+            assert all((page > self.pool.pages) == e.is_partial for page in e.pages)
         assert self.resident == {e.id: e for e in entries if e.pages}, "the index of resident entries is wrong"
         for key, e in self._by_hash.items():
             assert e.content_hash == key and e.id in self.entries
         self.pins.check()
         self.offload_manager.check(entries)
         self.fixed_parts.check(entries)
-        for tree in self._prefix_trees.values():
-            tree.check()
+        self.prefix_tree.check()

@@ -13,7 +13,7 @@ from jaxtyping import Bool
 
 from ..errors import ChoreographError, RequestFailedError
 from ..execution.prompt_scoring import PromptScorer
-from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.entry import KVEntry, KVSlice, entries_of
 from ..namespace import Namespace
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
@@ -192,7 +192,6 @@ class Request:
     parent_positions: tuple[int, ...] = ()  # likewise
     entry: KVEntry = None  # type: ignore[assignment]  # set when the request is admitted
     context: tuple[KVSlice, ...] = ()  # slices this request attends to
-    shared_header: KVSlice | None = None  # slice read for the first tokens until they are copied
     error: ChoreographError | None = None
     finish_reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
@@ -236,7 +235,7 @@ class Request:
         request.model, request.weights_group, request.computed_layers = (
             entry.model,
             weights_group,
-            entry.computed_layers,
+            entry.layers.computed,
         )
         request.entry, request.context, request.position = entry, entry.context, entry.base_position
         return request
@@ -380,6 +379,11 @@ class Request:
         return [p.tokens if token_range is None else p.tokens[slice(*token_range)] for p, token_range in pairs]
 
     @property
+    def read_entries(self) -> list[KVEntry]:
+        """KV entries that must be on the device while it runs."""
+        return entries_of(self.context, None if self.entry is None else self.entry.layers.hidden_source)
+
+    @property
     def message_owner(self) -> tuple[str, int]:
         return ("message", self.id)
 
@@ -440,7 +444,7 @@ class Request:
 
 def has_inputs(request: Request) -> bool:
     """True unless a partial prefill's hidden states are still being loaded."""
-    source = request.entry.source_entry
+    source = request.entry.layers.hidden_source
     return source is None or source.transfer is None or source.transfer.has_inputs
 
 

@@ -9,6 +9,7 @@ from choreograph import Engine, SamplingParams
 from choreograph.api import kv_export as copies
 from choreograph.api.kv_export import KVSnapshot
 from choreograph.errors import CacheFileError, InvalidRequestError, SessionClosedError
+from choreograph.kv_cache.entry import EntryLayers
 from choreograph.kv_cache.tiers import TransferOps
 from choreograph.models.info import weights_hash
 
@@ -113,7 +114,7 @@ def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):
     with tiny_models.engine().session() as session:
         copy = session.prefill(TOKENS).export_kv()
     with engine.session() as session:
-        coming, work, nothing = session._build_prefill([1, 2, 3])._request, TransferOps(lambda layer: None), frozenset()
+        coming, work = session._build_prefill([1, 2, 3])._request, TransferOps(lambda layer: None)
         entry = copies.reserve(engine.core, coming)
         engine.close()
         with pytest.raises(SessionClosedError):
@@ -125,8 +126,7 @@ def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):
                 entry,
                 work,
                 engine.core.cache_manager.offload_manager.executor,
-                cached_hidden_layers=nothing,
-                missing_layers=nothing,
+                EntryLayers(),
             )
         engine.check()
         engine.clear_cache()

@@ -4,13 +4,13 @@ from collections import deque
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph.config import CacheConfig, parse_capacity
 from choreograph.errors import CacheBusyError, CacheFullError, ConfigError
 from choreograph.events import EventBus
-from choreograph.kv_cache.eviction import EvictionHints
+from choreograph.kv_cache.hints import EvictionHints
 from choreograph.kv_cache.manager import KVCacheManager
 from choreograph.kv_cache.pool import KVPool
 from choreograph.kv_cache.tiers import DiskTier, HostTier
@@ -97,6 +97,7 @@ def same(store: KVCacheManager, encoding, content) -> bool:
 
 @pytest.mark.parametrize("below", ["host", "disk"])
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), holes=st.integers(0, 3))
+@settings(deadline=None)
 def test_what_left_comes_back_bit_for_bit_wherever_its_pages_are(below, sizes, holes):
     store = make(pages=24, **{below: 64})
     apart = [store.allocate_entry([0], 0, (), capacity=1, owner=("call", 50 + i)) for i in range(2 * holes)]
@@ -202,7 +203,7 @@ def test_a_cancelled_transfer_rolls_back_and_what_nobody_holds_is_gone():
     mover = ManualMover()
     store = make(pages=4, host=8, mover=mover)
     entry, _ = whole(store, 8, "a")
-    entry.is_indexed = False
+    store._unregister(entry)
     with pytest.raises(CacheBusyError):
         store.allocate_entry([0] * 4, 0, (), capacity=4, owner=CALL)
     store.release(entry, MESSAGE)
@@ -276,7 +277,8 @@ def test_what_varies_and_nobody_holds_gets_no_copy():
     store = make(pages=4, host=8, eviction="workflow")
     fixed, _ = whole(store, 4, "fixed", holder=None)
     suffix, _ = whole(store, 4, "suffix", holder=None)
-    fixed.agent_key = suffix.agent_key = "agent"
+    for entry in (fixed, suffix):
+        store.hints.set_agent(entry, "agent")
     store.hints.update("w", EvictionHints({b"fixed": 5.0}, ephemeral_groups=frozenset({"agent"})))
     fill(store, 4)
     assert store.lookup(b"suffix") is None and fixed.location == "device"
@@ -298,7 +300,8 @@ def test_what_varies_is_worth_something_while_a_message_names_it():
     store = make(pages=4, host=16, eviction="workflow")
     task, _ = whole(store, 4, "task")
     fixed, _ = whole(store, 4, "fixed", holder=None)
-    task.agent_key = fixed.agent_key = "agent"
+    for entry in (task, fixed):
+        store.hints.set_agent(entry, "agent")
     store.hints.update("w", EvictionHints({b"fixed": 3.0}, {b"task": 1.0}, frozenset({"agent"})))
     assert (store.hints.candidate(task).steps_to_execution, store.hints.candidate(task).ephemeral) == (1.0, False)
     fill(store, 4)

@@ -25,6 +25,7 @@ from choreograph.errors import (
     RequestFailedError,
 )
 from choreograph.features.cross_model import LayerPattern
+from choreograph.kv_cache.entry import EntryLayers
 from choreograph.kv_cache.tiers import TransferOps
 from choreograph.request.request import RequestState
 
@@ -131,7 +132,7 @@ def test_a_source_that_does_not_arrive_ends_in_computing_all_layers(fails_at):
         snapshot = copy_kv(core, sent._request, with_inputs=True)
 
         def load(pool, entry):
-            entry.cached_hidden_layers = frozenset(snapshot.inputs)
+            entry.layers = EntryLayers(hidden=frozenset(snapshot.inputs))
             for layer, states in snapshot.inputs.items():
                 pool.hidden[layer][entry.slots] = states
             return TransferOps(fail, fail if fails_at == "inputs" else lambda: None, inputs_first=True)

@@ -105,7 +105,9 @@ class StoredMessage:
     def is_arriving(self) -> bool:
         """True if some of it has not arrived from another engine."""
         entry = self.message._request.entry
-        return self.lineage is None and (entry is None or not entry.can_recompute)  # which it can once it is here
+        return self.lineage is None and (
+            entry is None or not entry.storage.can_recompute
+        )  # which it can once it is here
 
     @property
     def is_usable(self) -> bool:
