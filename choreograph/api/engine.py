@@ -18,6 +18,7 @@ from ..features.budget import Budget
 from ..features.cross_model import LayerPattern, PatternSelector, parse_layer_pattern
 from ..features.guard import OnLeak
 from ..features.repair.strategy import Repair
+from ..kv_cache.eviction import policy_name
 from ..kv_cache.manager import KVCacheManager
 from ..kv_cache.pool import KVPool
 from ..kv_cache.tiers import make_tiers
@@ -393,8 +394,11 @@ def _create_cache_manager(
     """
     model_info, cache, tp_group = hf_model.model_info, config.cache, hf_model.tp_group
     if tp_group is not None:
-        shared_config = replace(config, cache=replace(cache, disk_dir=None))
-        tp_group.ensure_equal("options", (shared_config, model_info.layers, model_info.max_positions, model_info.dtype))
+        # representations are compared: that of a function has an address
+        shared_config = replace(config, cache=replace(cache, disk_dir=None, eviction="lru"))
+        shared_options = shared_config, policy_name(cache.eviction)
+        model_options = model_info.layers, model_info.max_positions, model_info.dtype
+        tp_group.ensure_equal("options", (*shared_options, *model_options))
     bytes_per_token = model_info.kv_bytes_per_token
     if (
         cache.capacity is None

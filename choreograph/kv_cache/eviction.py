@@ -6,16 +6,18 @@ Call path: `allocate_pages` calls `KVCacheManager.reclaim` when the device has t
 for the entry that it loads, and `_reclaim_tier` evicts copies from the host and disk tiers.
 
 Candidates: on the device, complete entries that are not in use and have no running transfer.
-Running requests and pins exclude an entry before the policy is called. The policy that
-`CacheConfig(eviction=...)` names orders the candidates.
+Running requests and pins exclude an entry before the policy is called. The policy of
+`CacheConfig(eviction=...)` orders the candidates (`EvictionOrder`).
 
-A policy is a pure function that returns the IDs of all its candidates, first to evict first. To add
-one, write the function here, add it to `EVICTION_POLICIES` below and its name to
-`EvictionPolicyName` in `config.py`. CONTRIBUTING.md lists the tests and the documentation to
-extend.
+A policy is a pure function that returns the IDs of all its candidates, first to evict first. A user
+gives a function of their own as `CacheConfig(eviction=function)`. To add one with a name, write the
+function here, add it to `EVICTION_POLICIES` below and its name to `EvictionPolicyName` in
+`config.py`. CONTRIBUTING.md lists the tests and the documentation to extend.
 """
 
 import math
+import reprlib
+import warnings
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
@@ -85,6 +87,45 @@ EVICTION_POLICIES: dict[str, EvictionPolicy] = {
     "lfu": least_frequently_used,
     "fifo": first_in_first_out,
 }
+
+
+def policy_name(policy: str | EvictionPolicy) -> str:
+    """Return the name of a policy, the same in every process."""
+    if isinstance(policy, str):
+        return policy
+    named = policy if hasattr(policy, "__qualname__") else type(policy)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+class EvictionOrder:
+    """Order of eviction by a policy, which may be a user's function.
+
+    If that raises, or does not return every ID once, it is not called again: a warning names it, and
+    entries are evicted in order `lru`. No request fails, since none is the cause.
+    """
+
+    def __init__(self, policy: str | EvictionPolicy) -> None:
+        self.name = policy_name(policy)
+        self._policy = EVICTION_POLICIES[policy] if isinstance(policy, str) else policy
+
+    def __call__(self, candidates: Iterable[EvictionCandidate]) -> list[int]:
+        """Return the IDs of all candidates, first to evict first."""
+        candidates = list(candidates)
+        try:
+            order = list(self._policy(list(candidates)))
+            if sorted(order) == sorted(candidate.id for candidate in candidates):
+                return order
+            problem = f"returned {reprlib.repr(order)}, not the id of each of the {len(candidates)} candidates once"
+        except Exception as exc:
+            problem = f"raised {exc!r}"
+        name, self.name, self._policy = self.name, "lru", least_recently_used
+        warnings.warn(
+            f"eviction policy {name} {problem}: entries are evicted in order 'lru' from now on; correct the "
+            "function that is given as CacheConfig(eviction=...)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return self._policy(candidates)
 
 
 _ChangeOwner = Callable[[KVEntry, tuple[str, object]], None]  # adds or removes an owner of an entry

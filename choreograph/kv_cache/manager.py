@@ -11,7 +11,7 @@ from ..namespace import Namespace
 from ..outputs import BASE_MODEL
 from .allocation import allocate_pages, grow_entry
 from .entry import ALL_LAYERS, EntryLayers, KVEntry, KVSlice
-from .eviction import EVICTION_POLICIES, PinTable
+from .eviction import EvictionOrder, EvictionPolicy, PinTable
 from .fixed_parts import split_unused, split_used
 from .hints import FixedPartIndex, HintRegistry
 from .pool import KVPool
@@ -29,7 +29,7 @@ class KVCacheManager:
 
     Args:
         pool: Pages on the device.
-        eviction: Key of `EVICTION_POLICIES`.
+        eviction: Key of `EVICTION_POLICIES`, or a function like those.
         tiers: Offload tiers, highest first.
         executor: Runs transfers; by default the one made for the pool's device.
         clock: Monotonic seconds, for the expiry of pins.
@@ -39,7 +39,7 @@ class KVCacheManager:
         self,
         pool: KVPool,
         *,
-        eviction: str,
+        eviction: str | EvictionPolicy,
         events: EventBus,
         tiers: Sequence[Tier] = (),
         executor: ThreadExecutor | None = None,
@@ -49,7 +49,7 @@ class KVCacheManager:
         self.pool = pool
         self.offload_manager = OffloadManager(pool, tiers, executor or make_executor(pool.keys[0].device), events)
         self.sleep = sleep
-        self._policy_name, self._policy = eviction, EVICTION_POLICIES[eviction]
+        self._eviction_order = EvictionOrder(eviction)
         self._events = events
         self.entries: dict[int, KVEntry] = {}
         self.resident: dict[int, KVEntry] = {}  # those with device pages, which evictions search
@@ -329,7 +329,7 @@ class KVCacheManager:
     def victims(self, entries: Iterable[KVEntry], incoming: KVEntry | None = None) -> Iterator[KVEntry]:
         """Yield entries in policy order, up to `incoming` if given."""
         candidates = {entry.id: entry for entry in (*entries, incoming) if entry is not None}
-        for entry_id in self._policy([self.hints.candidate(entry) for entry in candidates.values()]):
+        for entry_id in self._eviction_order([self.hints.candidate(entry) for entry in candidates.values()]):
             if incoming is not None and entry_id == incoming.id:
                 break
             yield candidates[entry_id]
@@ -396,7 +396,7 @@ class KVCacheManager:
         inputs = self.hints.candidate(entry)
         why = {"steps": inputs.steps_to_execution, "ephemeral": inputs.ephemeral, "referenced": inputs.referenced}
         self._events.emit(
-            "evicted", entry=entry.id, tokens=len(entry.tokens), to=destination, policy=self._policy_name, **why
+            "evicted", entry=entry.id, tokens=len(entry.tokens), to=destination, policy=self._eviction_order.name, **why
         )
 
     # -- lower tiers --------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ class MessageStore:
 
     def track(self, tenant: str, name: str, session: Session) -> AgentTracker | None:
         """Track the agents of a workflow if the eviction policy uses it."""
-        if self._engine.core.config.cache.eviction != "workflow":
+        if not self._engine.core.config.cache.uses_hints:
             return None
         return AgentTracker(session, self.graphs.get((tenant, name)))
 
