@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from ..core.scheduler import Scheduler
 from ..errors import CacheBusyError, CacheFullError, LostContextError, RequestFailedError, RequestTooLargeError
-from ..kv_cache.allocation import grow_entry
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.manager import KVCacheManager
 from ..request.request import Request
@@ -175,7 +174,7 @@ class ContextLoader:
     def _finish(self, frame: _Frame) -> None:
         if frame.target is None:
             return
-        grow_entry(self._cache_manager, frame.target, len(frame.target.tokens))
+        self._cache_manager.grow(frame.target, len(frame.target.tokens))
         try:
             self._scheduler.add_recompute(frame.target)  # acquires its own context
         except BaseException:

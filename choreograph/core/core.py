@@ -28,6 +28,7 @@ from ..features.cross_model import CrossModelReuse
 from ..features.repair.planner import RepairPlanner
 from ..kv_cache.hashing import content_hash
 from ..kv_cache.manager import KVCacheManager
+from ..kv_cache.prefetch import Prefetcher
 from ..kv_cache.transfer import TransferError
 from ..models.hf_model import HFModel
 from ..models.model_set import ModelSet
@@ -72,6 +73,7 @@ class EngineCore:
         self.context_loader = ContextLoader(self.cache_manager, self.scheduler, model_info.max_positions)
         self.cross_model_reuse = CrossModelReuse(self.cache_manager, self.model_set, self.scheduler, self.events)
         self.repair_planner = RepairPlanner(self)
+        self.prefetcher = Prefetcher(cache_manager, events)
         self.num_steps = 0
         self.num_batched_tokens = 0
         self.closed = False
@@ -152,7 +154,7 @@ class EngineCore:
                 batch = self._next_batch(wait)
                 if batch is not None:
                     self._run_batch(batch)
-                if self.cache_manager.prefetcher.missing:
+                if self.prefetcher.missing:
                     self.prefetch()
             except TransferError:  # the lost KV is recomputed; the step is retried
                 self.scheduler.rollback()
@@ -237,8 +239,8 @@ class EngineCore:
 
     def prefetch(self) -> None:
         """Load what agents need next, unless a request waits for capacity."""
-        if self.cache_manager.prefetcher.is_pending and not self.scheduler.blocked_on_memory:
-            self.cache_manager.prefetcher.run()
+        if self.prefetcher.is_pending and not self.scheduler.blocked_on_memory:
+            self.prefetcher.run()
 
     def poll_transfers(self) -> None:
         """Process completed transfers; requests whose context failed to load wait again."""

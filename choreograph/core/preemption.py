@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from ..context.placement import insert_into_prefix_tree
 from ..errors import CacheBusyError, CacheFullError, RequestFailedError
-from ..kv_cache.allocation import grow_entry
 from ..kv_cache.entry import KVEntry, KVSlice
 from ..request.request import Request, RequestState
 
@@ -63,7 +62,7 @@ class Preemptor:
         num_left = min(num_left, self._core.hf_model.model_info.max_positions)
         num_footer = len(request.footer)
         num_tokens, max_tokens = len(tokens) + 1 + num_footer, len(tokens) + num_left + num_footer
-        grow_entry(self._cache_manager, request.entry, num_tokens, max_tokens)
+        self._cache_manager.grow(request.entry, num_tokens, max_tokens)
 
     def _free_pages_of_later(self, request: Request) -> bool:
         """Release unused pages, or those of a request later in order.

@@ -14,7 +14,7 @@ from ..context.placement import PLACERS, insert_into_prefix_tree, reuse_header
 from ..errors import CacheFullError, ChoreographError, LostContextError, RequestFailedError, RequestTooLargeError
 from ..execution.model_runner import Batch
 from ..kv_cache.entry import EntryLayers, KVEntry
-from ..kv_cache.fixed_parts import split_path
+from ..kv_cache.splits import split_path
 from ..outputs import Usage
 from ..request.request import Request, RequestState, has_inputs, wrap_error
 from .preemption import MAX_PASSED_OVER, Preemptor

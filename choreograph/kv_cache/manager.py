@@ -1,31 +1,28 @@
-"""KV cache manager: allocation, references, lookup, eviction, offloading and loading of entries."""
+"""KV cache manager: allocation, eviction, offloading and loading of entries."""
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..errors import CacheBusyError, CacheFullError
 from ..events import EventBus
-from ..namespace import Namespace
 from ..outputs import BASE_MODEL
-from .allocation import allocate_pages, grow_entry
 from .entry import ALL_LAYERS, EntryLayers, KVEntry, KVSlice
-from .eviction import EvictionOrder, EvictionPolicy, PinTable
-from .fixed_parts import split_unused, split_used
-from .hints import FixedPartIndex, HintRegistry
+from .entry_table import EntryTable, Owner
+from .eviction import EvictionOrder, EvictionPolicy
 from .pool import KVPool
-from .prefetch import EVICTION_SLACK_DIVISOR, Prefetcher
-from .prefix_tree import PrefixTree
-from .shared_headers import SharedHeaderIndex
+from .splits import split_unused, split_used
 from .tiers import HostTier, OffloadManager, Tier
 from .transfer import ThreadExecutor, make_executor
 
+EVICTION_SLACK_DIVISOR = 32  # evict 1/32 of the pool more than required: not every allocation sorts the candidates
+MAX_CHUNK_TOKENS = 64  # tokens that an entry grows by at once
+CHUNK_DIVISOR = 64  # of a small cache a chunk is at most 1/64
 POLL_SECONDS = 0.02  # maximum sleep while waiting for a pin to expire
 
 
-class KVCacheManager:
-    """Page pool, the KV entries in it, and the lower tiers.
+class KVCacheManager(EntryTable):
+    """KV entries on the device and the lower tiers, evicted when pages are needed.
 
     Args:
         pool: Pages on the device.
@@ -46,23 +43,13 @@ class KVCacheManager:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.pool = pool
-        self.offload_manager = OffloadManager(pool, tiers, executor or make_executor(pool.keys[0].device), events)
+        executor = executor or make_executor(pool.keys[0].device)
+        super().__init__(pool, OffloadManager(pool, tiers, executor, events), clock)
         self.sleep = sleep
         self._eviction_order = EvictionOrder(eviction)
         self._events = events
-        self.entries: dict[int, KVEntry] = {}
-        self.resident: dict[int, KVEntry] = {}  # those with device pages, which evictions search
-        self._by_hash: dict[bytes, KVEntry] = {}
-        self.prefix_tree = PrefixTree()
-        self._clock = itertools.count(1)
-        self.pins = PinTable(self.acquire, self.release, clock)
-        self.shared_headers = SharedHeaderIndex()
-        self.fixed_parts = FixedPartIndex()
-        self.hints = HintRegistry(self.fixed_parts)
-        self.prefetcher = Prefetcher(self, events)
 
-    # -- lifetime -----------------------------------------------------------------------------------------
+    # -- allocation ---------------------------------------------------------------------------------------
 
     def allocate_entry(
         self,
@@ -72,7 +59,7 @@ class KVCacheManager:
         *,
         capacity: int,
         max_tokens: int = 0,
-        owner: tuple[str, object],
+        owner: Owner,
         model: str = BASE_MODEL,
         layers: EntryLayers = ALL_LAYERS,
     ) -> KVEntry:
@@ -82,87 +69,50 @@ class KVCacheManager:
             tokens: Final token IDs so far; the entry keeps this list.
             capacity: Tokens to allocate pages for.
             max_tokens: Tokens that the entry may grow to.
-            owner: First owner, as (kind, key). For the others see `KVEntry`.
+            owner: First owner. For the others see `KVEntry`.
 
         Raises:
             CacheFullError: if not enough pages can be freed.
             CacheBusyError: if pages become free only when a transfer completes.
         """
         num_pages, max_pages = self.pool.num_pages_for(capacity), self.pool.num_pages_for(max_tokens)
-        pages = allocate_pages(self, num_pages, max_pages, partial=layers.computed is not None)
+        pages = self._allocate_pages(num_pages, max_pages, partial=layers.computed is not None)
         entry = self.add_entry(tokens, base_position, tuple(context), pages, model=model, layers=layers)
         entry.owners.add(owner)
         return entry
 
-    def add_entry(
-        self,
-        tokens: list[int],
-        base_position: int,
-        context: tuple[KVSlice, ...],
-        pages: list[int],
-        *,
-        model: str = BASE_MODEL,
-        layers: EntryLayers = ALL_LAYERS,
-    ) -> KVEntry:
-        """Create an entry without owners in allocated pages."""
-        entry_id, page_size = next(self._clock), self.pool.page_size
-        entry = KVEntry(entry_id, tokens, base_position, context, pages, page_size, model, layers)
-        entry.last_access, entry.num_final_tokens = entry_id, len(tokens)
-        self.entries[entry.id] = entry
-        if pages:
+    def grow(self, entry: KVEntry, num_tokens: int, max_tokens: int = 0) -> None:
+        """Allocate the pages that an entry lacks for `num_tokens` tokens.
+
+        Raises the errors of `allocate_entry`; the entry is unchanged then. `max_tokens` is its final length.
+        """
+        num_pages = len(entry.pages)
+        missing = self.pool.num_pages_for(num_tokens) - num_pages
+        if missing > 0:
+            max_pages, after = self.pool.num_pages_for(max_tokens) - num_pages, entry.pages[-1] if num_pages else None
+            pages = self._allocate_pages(missing, max_pages, after=after, partial=entry.is_partial)
+            entry.set_pages(entry.pages + pages)
             self.resident[entry.id] = entry
-        return entry
 
-    def acquire(self, entry: KVEntry, owner: tuple[str, object]) -> None:
-        """Add an owner. A deleted entry is registered again, without pages."""
-        if entry.id not in self.entries:
-            self.entries[entry.id] = entry
-            if entry.content_hash is not None:
-                self.register(entry, entry.content_hash)
-        entry.owners.add(owner)
-        entry.hit_count += owner[0] != "plan"
-        entry.last_access = next(self._clock)
+    def _allocate_pages(self, num_pages: int, max_pages: int, *, partial: bool, after: int | None = None) -> list[int]:
+        """Allocate at least `num_pages` pages, evicting entries if needed.
 
-    def release(self, entry: KVEntry, owner: tuple[str, object]) -> None:
-        """Remove an owner; delete an unowned entry that lookups cannot return.
+        A growing entry gets a chunk at a time, next to its last page where that is free, so that it
+        remains few slot ranges. More than `num_pages` are taken from free pages only: they evict nothing.
 
-        Idempotent.
+        Args:
+            max_pages: pages that the entry may need in the end; up to a chunk of them is allocated if free.
+            partial: allocate in the partial-layer pool.
+            after: last page of the entry that grows.
         """
-        if owner not in entry.owners:
-            return
-        entry.owners.discard(owner)
-        entry.last_access = next(self._clock)
-        if not entry.in_use:
-            self.prefetcher.num_usable_pages += len(entry.pages)
-        if not entry.owners and not (self.is_indexed(entry) and entry.has_data):
-            self._delete(entry)
-
-    def free_unused_pages(self, entry: KVEntry) -> None:
-        """Free a finished entry's unused pages and mark its tokens final."""
-        entry.num_final_tokens = len(entry.tokens)
-        self.truncate_pages(entry, self.pool.num_pages_for(len(entry.tokens)))
-
-    def discard(self, entry: KVEntry) -> None:
-        """Free the pages of an entry whose computation failed."""
-        self._free_pages(entry)
-        if not entry.owners:
-            self._delete(entry)
-
-    def fail(self, entry: KVEntry, error: Exception | None) -> None:
-        """Truncate or discard an entry whose computation raised `error`.
-
-        A prefix-mode entry keeps computed tokens; requests that need any other entry get the error.
-        """
-        if entry.id not in self.entries:  # deleted with its last owner
-            return
-        if entry in self.prefix_tree and entry.num_computed_tokens:
-            del entry.tokens[entry.num_computed_tokens :]
-            self.free_unused_pages(entry)
-            return
-        entry.error = error
-        self._unregister(entry)
-        if not entry.in_use:
-            self.discard(entry)
+        pool, room = self.pool, max(0, max_pages - num_pages)
+        if pool.num_free(partial) < num_pages:
+            self.reclaim(num_pages, partial)
+        elif room:
+            chunk_tokens = min(MAX_CHUNK_TOKENS, pool.pages * pool.page_size // CHUNK_DIVISOR)
+            chunk_pages = max(1, chunk_tokens // pool.page_size)
+            num_pages += min(room, chunk_pages, pool.num_free(partial) - num_pages)
+        return pool.allocate(num_pages, partial=partial, after=after, room=room)
 
     def evict_unreferenced(self) -> None:
         """Delete every unreferenced entry, on every tier, after waiting for all transfers."""
@@ -172,118 +122,6 @@ class KVCacheManager:
         while leaves := [e for e in self.entries.values() if not e.owners and not tree.has_children(e)]:
             for entry in leaves:
                 self._delete(entry)
-
-    def _free_pages(self, entry: KVEntry) -> None:
-        self.truncate_pages(entry, 0)
-        entry.num_computed_tokens = entry.num_scheduled_tokens = 0
-        entry.shared_header = None
-
-    def truncate_pages(self, entry: KVEntry, count: int) -> None:
-        """Free an entry's pages after the first `count`."""
-        unused = entry.pages[count:]
-        entry.set_pages(entry.pages[:count])
-        if not count:
-            self.resident.pop(entry.id, None)
-        self.prefetcher.num_usable_pages += len(unused)
-        self.pool.release(unused)
-
-    def _delete(self, entry: KVEntry) -> None:
-        """Delete an unreferenced entry and detach its prefix subtree.
-
-        A running transfer is cancelled first; the entry is deleted when it ends.
-        """
-        if entry.transfer is not None:
-            entry.transfer.cancel()
-            return
-        self._unregister(entry)
-        for child in reversed(list(self.prefix_tree.descendants(entry))):
-            self.prefix_tree.remove(child)
-            if not child.owners and child.transfer is None:
-                self._delete(child)
-        self.prefix_tree.remove(entry)
-        self.shared_headers.remove(entry)
-        self.fixed_parts.remove(entry)
-        for copy in list(entry.tier_copies.values()):
-            self.offload_manager.free(entry, copy)
-        self._free_pages(entry)
-        del self.entries[entry.id]
-
-    # -- lookup by content --------------------------------------------------------------------------------
-
-    def lookup(self, content_hash: bytes) -> KVEntry | None:
-        return self._by_hash.get(content_hash)
-
-    def entries_with(self, key: bytes) -> list[KVEntry]:
-        """Return the entries that have a fixed part, in token order."""
-        entry = self._by_hash.get(key)
-        return self.fixed_parts.get(key) if entry is None else [entry]
-
-    def register(self, entry: KVEntry, content_hash: bytes) -> None:
-        """Set the content hash; `lookup` returns its first registered entry."""
-        entry.content_hash = content_hash
-        self._by_hash.setdefault(content_hash, entry)
-
-    def _unregister(self, entry: KVEntry) -> None:
-        if self._is_registered(entry):
-            del self._by_hash[entry.content_hash]  # type: ignore[arg-type]
-
-    def _is_registered(self, entry: KVEntry) -> bool:
-        return entry.content_hash is not None and self._by_hash.get(entry.content_hash) is entry
-
-    def is_indexed(self, entry: KVEntry) -> bool:
-        """Return whether an entry can be looked up by hash or in the prefix tree."""
-        return self._is_registered(entry) or entry in self.prefix_tree
-
-    # -- headers shared with other entries ----------------------------------------------------------------
-
-    def share_header(
-        self, entry: KVEntry, namespace: Namespace, owner: tuple[str, object], *, min_length: int, copy_now: bool
-    ) -> int:
-        """Skip first tokens of a new entry that another one over the same context has.
-
-        They are read from the other entry (`KVEntry.shared_header`), which `owner` references until
-        `copy_headers`.
-
-        Args:
-            min_length: tokens from which sharing is worth it.
-            copy_now: copy them at once if they are computed.
-
-        Returns:
-            The number of tokens that need not be computed.
-        """
-        header = self.shared_headers.add(namespace, entry, min_length)
-        if header is None:
-            return 0
-        other, num_tokens = header.entry, header.num_tokens
-        entry.num_scheduled_tokens = entry.num_computed_tokens = num_tokens
-        entry.layers = entry.layers._replace(hidden=entry.layers.hidden & other.layers.hidden)
-        if copy_now and other.num_computed_tokens >= num_tokens:  # else the next step computes them
-            self._copy_tokens([(header, entry)])
-        else:
-            self.acquire(other, owner)
-            entry.shared_header = header
-        return num_tokens
-
-    def copy_headers(self, sharing: Sequence[tuple[KVEntry, tuple[str, object]]]) -> None:
-        """Copy shared headers into the entries' own slots after a step.
-
-        Args:
-            sharing: entries with a shared header, and the owner that references the other entry.
-        """
-        self._copy_tokens([(entry.shared_header, entry) for entry, _ in sharing if entry.shared_header is not None])
-        for entry, owner in sharing:
-            if entry.shared_header is not None:
-                self.release(entry.shared_header.entry, owner)
-                entry.shared_header = None
-
-    def _copy_tokens(self, copies: Iterable[tuple[KVSlice, KVEntry]]) -> None:
-        """Copy each slice to the start of another entry."""
-        slots: list[int] = []
-        target_slots: list[int] = []
-        for kv_slice, target in copies:
-            slots += map(kv_slice.entry.slot, range(kv_slice.num_tokens))
-            target_slots += map(target.slot, range(kv_slice.num_tokens))
-        self.pool.copy_slots(slots, target_slots)
 
     # -- eviction from the device -------------------------------------------------------------------------
 
@@ -441,7 +279,7 @@ class KVCacheManager:
         """
         if entry.transfer is not None:
             raise CacheBusyError(f"KV entry {entry.id} is being offloaded; retry after the transfer completes")
-        grow_entry(self, entry, len(entry.tokens))
+        self.grow(entry, len(entry.tokens))
         try:
             self.offload_manager.load(entry)
         except BaseException:
@@ -467,7 +305,7 @@ class KVCacheManager:
             elif job.kind == "offload" and error is None and not entry.in_use:
                 self._emit_evicted(entry, job.copy.tier)
                 self._free_pages(entry)
-            if not entry.owners and not (self.is_indexed(entry) and entry.has_data and not job.transfer.cancelled):
+            if not self._is_needed(entry) or (job.transfer.cancelled and not entry.owners):
                 self._delete(entry)
         self.pins.expire()
         return failed
@@ -484,42 +322,3 @@ class KVCacheManager:
         if (seconds_left := self.pins.next_expiry) is not None:
             self.sleep(min(POLL_SECONDS, seconds_left))
         return seconds_left is not None
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """Return entry and page counts of the device; see `EngineStats`."""
-        entries = list(self.entries.values())  # a copy: another thread may be running a step
-        referenced = [entry for entry in entries if entry.owners]
-        num_partial = sum(len(e.pages) for e in referenced if e.is_partial)
-        return {
-            "num_pages": self.pool.pages,
-            "num_free_pages": self.pool.free_pages,
-            "num_referenced_pages": sum(len(e.pages) for e in referenced) - num_partial,
-            "num_referenced_entries": len(referenced),
-            "num_unreferenced_entries": len(entries) - len(referenced),
-            "num_partial_pages": self.pool.num_pages(partial=True),
-            "num_referenced_partial_pages": num_partial,
-        }
-
-    def check(self) -> None:
-        """Check all invariants: pages, references, index, pins, tier copies and prefix trees."""
-        entries = list(self.entries.values())
-        self.pool.check()
-        pages = [page for entry in entries for page in entry.pages]
-        assert len(pages) == len(set(pages)), "two KV entries share a page"
-        for partial in (False, True):
-            num_used = sum((page > self.pool.pages) == partial for page in pages)
-            assert num_used + self.pool.num_free(partial) == self.pool.num_pages(partial), "pages are lost"
-        for e in entries:
-            assert e.owners or e.transfer or (self.is_indexed(e) and e.has_data), f"KV entry {e.id} is leaked"
-            assert e.num_computed_tokens <= e.num_scheduled_tokens <= len(e.tokens)
-            assert not e.pages or len(e.tokens) <= len(e.pages) * e.page_size
-            assert e.pages or not e.num_computed_tokens, f"KV entry {e.id} has computed tokens but no pages"
-            assert all((page > self.pool.pages) == e.is_partial for page in e.pages)
-        assert self.resident == {e.id: e for e in entries if e.pages}, "the index of resident entries is wrong"
-        for key, e in self._by_hash.items():
-            assert e.content_hash == key and e.id in self.entries
-        self.pins.check()
-        self.offload_manager.check(entries)
-        self.fixed_parts.check(entries)
-        self.prefix_tree.check()

@@ -13,6 +13,7 @@ from choreograph.events import EventBus
 from choreograph.kv_cache.hints import EvictionHints
 from choreograph.kv_cache.manager import KVCacheManager
 from choreograph.kv_cache.pool import KVPool
+from choreograph.kv_cache.prefetch import Prefetcher
 from choreograph.kv_cache.tiers import DiskTier, HostTier
 from choreograph.kv_cache.transfer import ThreadExecutor, Transfer, TransferError
 
@@ -311,17 +312,18 @@ def test_what_varies_is_worth_something_while_a_message_names_it():
     store.check()
 
 
-def prefetch(store: KVCacheManager, name: bytes, max_loads: int) -> bool:
+def prefetch(prefetcher: Prefetcher, name: bytes, max_loads: int) -> bool:
     """Ask for a part, and return whether its load was started."""
-    before = store.offload_manager.num_loads
-    store.prefetcher.update("w", [name], max_loads)
-    store.prefetcher.run()
-    return store.offload_manager.num_loads > before
+    before = prefetcher._cache_manager.offload_manager.num_loads
+    prefetcher.update("w", [name], max_loads)
+    prefetcher.run()
+    return prefetcher._cache_manager.offload_manager.num_loads > before
 
 
 def test_a_prefetch_evicts_nothing_unless_enough_can_be_evicted():
     mover = ManualMover()
     store = make(pages=8, host=32, eviction="workflow", mover=mover)
+    prefetcher = Prefetcher(store, EventBus())
     large, _ = whole(store, 16, "large", holder=None)
     with pytest.raises(CacheBusyError):
         whole(store, 4, "x")
@@ -329,14 +331,14 @@ def test_a_prefetch_evicts_nothing_unless_enough_can_be_evicted():
     soon, _ = whole(store, 12, "soon", holder=None)
     late, _ = whole(store, 4, "late", holder=None)
     store.hints.update("w", EvictionHints({b"large": 1.0, b"soon": 1.0, b"late": 5.0}))
-    assert not prefetch(store, b"large", 4) and not mover.queue
+    assert not prefetch(prefetcher, b"large", 4) and not mover.queue
     assert (large.location, soon.location, late.location) == ("host", "device", "device")
-    assert not store.prefetcher.is_pending  # until pages become usable, or other parts are asked for
+    assert not prefetcher.is_pending  # until pages become usable, or other parts are asked for
     store.hints.update("w", EvictionHints({b"large": 1.0, b"soon": 6.0, b"late": 5.0}))
-    assert not prefetch(store, b"large", 4)  # the room is on its way
+    assert not prefetch(prefetcher, b"large", 4)  # the room is on its way
     mover.run(), store.poll_transfers()
     assert (soon.location, late.location) == ("host", "host")
-    assert store.prefetcher.is_pending and prefetch(store, b"large", 4)
+    assert prefetcher.is_pending and prefetch(prefetcher, b"large", 4)
     mover.run(), store.poll_transfers()
     store.check()
 
@@ -345,6 +347,7 @@ def test_a_prefetch_leaves_what_is_wanted_as_soon():
     """Else prompts that are wanted next would push each other out in turns."""
     mover = ManualMover()
     store = make(pages=4, host=32, eviction="workflow", mover=mover)
+    prefetcher = Prefetcher(store, EventBus())
     one, _ = whole(store, 8, "one", holder=None)
     with pytest.raises(CacheBusyError):
         whole(store, 4, "x")
@@ -353,7 +356,7 @@ def test_a_prefetch_leaves_what_is_wanted_as_soon():
     assert (one.location, two.location) == ("host", "device")
     store.acquire(one, MESSAGE), store.release(one, MESSAGE)  # used last: among equals the other one would go first
     store.hints.update("w", EvictionHints({b"one": 1.0, b"two": 1.0}))
-    assert not prefetch(store, b"one", 4) and not mover.queue and two.location == "device"
+    assert not prefetch(prefetcher, b"one", 4) and not mover.queue and two.location == "device"
 
 
 def test_a_copy_that_a_call_waits_for_stays_in_its_tier():
@@ -374,6 +377,7 @@ def test_a_copy_that_a_call_waits_for_stays_in_its_tier():
 def test_a_prefetch_takes_the_place_only_of_what_is_wanted_later():
     mover = ManualMover()
     store = make(pages=4, host=32, eviction="workflow", mover=mover)
+    prefetcher = Prefetcher(store, EventBus())
     early, _ = whole(store, 8, "early", holder=None)
     with pytest.raises(CacheBusyError):
         whole(store, 4, "x")
@@ -381,14 +385,14 @@ def test_a_prefetch_takes_the_place_only_of_what_is_wanted_later():
     late, _ = whole(store, 8, "late", holder=None)
     assert early.location == "host" and late.location == "device"
     store.hints.update("w", EvictionHints({b"early": 5.0, b"late": 2.0}))
-    assert not prefetch(store, b"early", 4) and not mover.queue
+    assert not prefetch(prefetcher, b"early", 4) and not mover.queue
     store.hints.update("w", EvictionHints({b"early": 1.0, b"late": 2.0}))
-    assert not prefetch(store, b"early", 4)  # the room is on its way
+    assert not prefetch(prefetcher, b"early", 4)  # the room is on its way
     mover.run(), store.poll_transfers()
     assert late.location == "host"
-    assert not prefetch(store, b"early", 0)  # a limit on loads at a time
-    assert prefetch(store, b"early", 1) and early.location == "loading"
-    assert not prefetch(store, b"early", 2)  # never two loads of one thing
+    assert not prefetch(prefetcher, b"early", 0)  # a limit on loads at a time
+    assert prefetch(prefetcher, b"early", 1) and early.location == "loading"
+    assert not prefetch(prefetcher, b"early", 2)  # never two loads of one thing
     mover.run(), store.poll_transfers()
     assert early.location == "device"
     store.check()
