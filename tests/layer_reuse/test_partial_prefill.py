@@ -552,7 +552,7 @@ def test_what_the_band_cannot_hold_is_computed_whole():
         third = session.prefill(CONTEXT * 2)
         said = session.decode([7], [first, second, third], model="math", kv_reuse="partial", sampling=GREEDY)
         assert said.result() and [
-            m.variants[ModelVariant("math", "partial")].computed_layers for m in (second, third)
+            m.variants["math", "partial"].computed_layers for m in (second, third)
         ] == [
             None,
             None,
