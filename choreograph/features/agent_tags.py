@@ -61,7 +61,7 @@ class AgentTags(ContextFeature):
     """Attribution of requests and their KV entries to agents."""
 
     def attach(self, core: Any) -> None:
-        self._hints = core.cache_manager.hints
+        self._core = core
 
     def prepare(self, draft: RequestDraft) -> None:
         """Attribute a request to the agent whose block it is made in."""
@@ -73,4 +73,4 @@ class AgentTags(ContextFeature):
         """Attribute the KV entry to the request's agent."""
         agent = request.extension(AgentKey)
         if agent is not None:
-            self._hints.set_agent(request.entry, agent.key)
+            self._core.cache_manager.hints.set_agent(request.entry, agent.key)

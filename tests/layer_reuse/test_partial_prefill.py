@@ -25,6 +25,7 @@ from choreograph.errors import (
     RequestFailedError,
 )
 from choreograph.features.layer_variants import prefill_layers, restrict_layers
+from choreograph.features.other_models import ModelVariant
 from choreograph.kv_cache.entry import EntryLayers
 from choreograph.kv_cache.tiers import TransferOps
 from choreograph.layer_pattern import LayerPattern
@@ -551,7 +552,9 @@ def test_what_the_band_cannot_hold_is_computed_whole():
         second = session.prefill(CONTEXT[:3], [first])
         third = session.prefill(CONTEXT * 2)
         said = session.decode([7], [first, second, third], model="math", kv_reuse="partial", sampling=GREEDY)
-        assert said.result() and [m.variants["math", "partial"].computed_layers for m in (second, third)] == [
+        assert said.result() and [
+            m.variants[ModelVariant("math", "partial")].computed_layers for m in (second, third)
+        ] == [
             None,
             None,
         ]
