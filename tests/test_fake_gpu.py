@@ -7,8 +7,8 @@ from helpers import tiny_models
 from helpers.fake_cuda import FakeCudaTensor, Graph, capture_graph, fake_cuda
 from helpers.inspect_engine import inspect
 from helpers.triton_reference import run
+from lab.training.test_training import CHECK, LEARN
 from peft import LoraConfig, get_peft_model
-from training.test_training import CHECK, LEARN
 
 from benchmarks.gpu.__main__ import run as table_of
 from benchmarks.gpu.bench import Bench

@@ -483,7 +483,9 @@ def test_a_process_may_end_while_copies_are_under_way():
         "inspect(engine).offload_manager.executor.start(\n"
         "    transfer.Transfer('loading', 100000, 1, lambda layer: time.sleep(0.001)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, cwd=Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=120, cwd=Path(__file__).parents[1]
+    )
     assert done.returncode == 0, done.stderr
 
 
