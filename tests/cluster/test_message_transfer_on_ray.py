@@ -1,5 +1,6 @@
 """Messages are transferred through Ray's object store, also where the replica that has them stops or dies."""
 
+import pytest
 import asyncio
 import os
 import signal
@@ -11,6 +12,8 @@ from ray import serve
 from choreograph.cluster.message_transfer import MessageQuery
 from choreograph.cluster.routing import RouteRequest
 from choreograph.cluster.sent_messages import ArrivingMessage
+
+pytestmark = pytest.mark.slow
 
 
 async def loads():
