@@ -48,7 +48,7 @@ test-isa: $(READY)
 # Tests of choreograph.vllm against vLLM, in an environment of its own.
 test-vllm:
 	.ci/vllm_environment.sh --python $(PYTHON)
-	.venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile tests_vllm $(ARGS)
+	$(MORE_EXAMPLES) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile tests_vllm $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
