@@ -16,7 +16,7 @@ from choreograph.attention import triton_backend as triton
 from choreograph.attention.metadata import AttentionCall, AttentionMetadata, AttentionSpec, HeadShape
 from choreograph.attention.rope import Rope
 from choreograph.execution.sampler import sample
-from choreograph.request.request import DecodeState
+from choreograph.request.decode_state import DecodeState
 
 pytestmark = pytest.mark.gpu
 

@@ -9,6 +9,7 @@ from helpers.inspect_engine import inspect
 from helpers.recursion_limit import limit_recursion
 
 from choreograph import Engine, SamplingParams
+from choreograph.api.call import Call
 from choreograph.attention import cpp_backend as native
 from choreograph.attention.metadata import AttentionCall, AttentionSpec, build_metadata
 from choreograph.errors import CacheFullError, MessageReleasedError, RequestFailedError, SessionClosedError
@@ -39,10 +40,10 @@ def test_a_parent_released_after_validation_is_still_refused():
     engine = tiny_models.engine()
     with engine.session() as session:
         parent = session.prefill([1, 2])
-        late = session._build_request([3], (parent,), None, None)
+        late = session.build(Call("prefill", [3], (parent,)))
         parent.release()
         with pytest.raises(MessageReleasedError):
-            session._submit([late])
+            session.submit([late])
         engine.check()
 
 
@@ -479,7 +480,7 @@ def test_released_messages_and_forgotten_clients_leave_nothing_behind():
         with engine.session(mode="prefix", client_id=f"client {i}") as session:
             session.decode([1, 2, 3], sampling=GREEDY).result()
     engine.clear_cache()
-    assert not inspect(engine).prefix_trees
+    assert not len(inspect(engine).prefix_tree)
     assert engine.stats().num_unreferenced_entries == 0
 
 
@@ -488,7 +489,7 @@ def test_clients_whose_calls_do_not_fit_leave_nothing_behind():
     for i in range(3):
         with engine.session(mode="prefix", client_id=f"client {i}") as session, pytest.raises(CacheFullError):
             session.decode([1], [session.prefill([2] * 64)], sampling=GREEDY).result()
-    assert not inspect(engine).prefix_trees
+    assert not len(inspect(engine).prefix_tree)
 
 
 def test_ready_calls_take_turns_when_a_step_is_small():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import Engine, SamplingParams
-from choreograph.execution.model_runner import OverlapScheduler
+from choreograph.execution.overlap import OverlapScheduler
 from choreograph.execution.sampler import SampleOutput
 
 pytestmark = pytest.mark.usefixtures("boards")

@@ -8,7 +8,6 @@ import torch
 from helpers import tiny_models
 from helpers.char_tokenizer import tokenizer as char_tokenizer
 from helpers.hypothesis_profile import many
-from helpers.inspect_engine import inspect
 from helpers.message_graphs import Node, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError
 from choreograph.execution.drafts import Drafter, NGramIndex, VisibleMessage
-from choreograph.request.request import DecodeState
+from choreograph.request.decode_state import DecodeState
+from choreograph.request.request import Request
 
 SMALL_VOCABULARY = 7  # n-grams recur, and drafts are accepted and rejected
 
@@ -192,14 +192,14 @@ def test_constrained_and_forced_decodes_draft_nothing():
 
 def test_an_error_of_a_step_with_drafts_fails_only_its_cause():
     live = engine(4)
-    healthy = inspect(live).hf_model.forward
+    healthy = live.core.hf_model.forward
 
     def forward(tokens, *arguments):
         if 6 in tokens[:1]:
             raise RuntimeError("broken")
         return healthy(tokens, *arguments)
 
-    inspect(live).hf_model.forward = forward
+    live.core.hf_model.forward = forward
     bias = {6: -100}
     with live.session(seed=1) as session:
         broken = session.decode([6], max_tokens=20)
@@ -235,9 +235,9 @@ def test_the_index_finds_the_latest_occurrence_as_a_scan_does(tokens, size, data
 
 
 def drafter(header: list[int], *messages: VisibleMessage, max_tokens: int = 4) -> tuple[Drafter, DecodeState]:
-    with tiny_models.engine().session() as session:
-        request = inspect(session.decode(header)).request
-        return Drafter(request, messages, max_tokens), request.decode_state
+    state = DecodeState(SamplingParams(), [], frozenset(), torch.Generator())
+    request = Request(1, 1, "choreographed", "", header, (), (), None, (), decode_state=state)
+    return Drafter(request, messages, max_tokens), state
 
 
 def test_a_draft_continues_the_nearest_message_and_stays_inside_its_slice():

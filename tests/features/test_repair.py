@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from choreograph import Engine, EngineConfig, Repair, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError, RequestFailedError
-from choreograph.features.repair import REPAIR_STRATEGIES
-from choreograph.features.repair.planner import RepairPlanner
+from choreograph.features.repair.options import REPAIR_STRATEGIES
+from choreograph.features.repair.planner import ContextRepair
 from choreograph.features.repair.probe import AttentionObserver
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -115,7 +115,7 @@ def test_readers_of_one_context_share_its_scoring(monkeypatch):
     engine, calls = tiny_models.engine(), []
     planner = inspect(engine).repair_planner
     monkeypatch.setattr(
-        planner, "_is_loaded", lambda *args: calls.append(1) or RepairPlanner._is_loaded(planner, *args)
+        planner, "_is_loaded", lambda *args: calls.append(1) or ContextRepair._is_loaded(planner, *args)
     )
     with engine.session(repair=Repair(0.5, "deviation")) as session:
         solutions = [session.prefill([i] * 8) for i in range(4)]

@@ -8,21 +8,26 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from choreograph import Engine, Message, Session
+from choreograph import Engine, Message
 from choreograph.core.core import EngineCore
 from choreograph.core.scheduler import Scheduler
 from choreograph.execution.model_runner import ModelRunner
+from choreograph.features.agent_tags import agent_key_of
+from choreograph.features.guard import labels_of
+from choreograph.features.other_models import OtherModels
+from choreograph.features.repair.planner import ContextRepair
 from choreograph.kv_cache.entry import KVEntry
 from choreograph.kv_cache.manager import KVCacheManager
 from choreograph.kv_cache.pool import KVPool
 from choreograph.models.hf_model import HFModel
-from choreograph.request.request import DecodeState, Request
+from choreograph.request.decode_state import DecodeState
+from choreograph.request.request import Request
 
 
 @singledispatch
 def inspect(subject: Any) -> Any:
-    """Return the view of an engine, a message or a session."""
-    raise TypeError(f"{subject!r} has no view: give an Engine, a Message or a Session")
+    """Return the view of an engine or a message."""
+    raise TypeError(f"{subject!r} has no view: give an Engine or a Message")
 
 
 @dataclass(frozen=True)
@@ -87,14 +92,19 @@ class EngineView:
         return self.core.cache_manager.pins
 
     @property
+    def prefetcher(self) -> Any:
+        """Loads what agents need next."""
+        return self.core.prefetcher
+
+    @property
     def hints(self) -> Any:
         """Eviction hints of agents."""
         return self.core.cache_manager.hints
 
     @property
-    def prefix_trees(self) -> dict[Any, Any]:
-        """Prefix trees by namespace."""
-        return self.core.cache_manager._prefix_trees
+    def prefix_tree(self) -> Any:
+        """Prefix tree of the prompts of all namespaces."""
+        return self.core.cache_manager.prefix_tree
 
     @property
     def offload_manager(self) -> Any:
@@ -148,11 +158,11 @@ class EngineView:
     @property
     def layer_reuse_pairs(self) -> tuple[tuple[str, str], ...]:
         """(receiver, sender) of `Engine.enable_layer_reuse`."""
-        return self.core.cross_model_reuse.pairs
+        return self.core.features.get(OtherModels).pairs
 
     @property
     def repair_planner(self) -> Any:
-        return self.core.repair_planner
+        return self.core.features.get(ContextRepair)
 
     def new_request_id(self) -> int:
         """Return the id that the next request would have had."""
@@ -208,18 +218,17 @@ class MessageView:
     @property
     def source_entry(self) -> KVEntry:
         """Entry that a partial prefill starts from."""
-        source = self.request.source
-        assert source is not None
-        return source.entry
+        assert self.request.reencoding is not None
+        return self.request.reencoding.source.entry
 
     @property
     def text_labels(self) -> frozenset[str]:
-        return self.request.text_labels
+        return labels_of(self.request).text
 
     @property
     def agent_key(self) -> Any:
         """Agent that the entry belongs to, for eviction hints."""
-        return self.request.agent_key
+        return agent_key_of(self.request)
 
     @property
     def is_finished(self) -> bool:
@@ -231,31 +240,19 @@ class MessageView:
 
     @property
     def submit_time(self) -> float:
-        return self.request.submit_time
+        return self.request.times.submitted
 
     @property
     def ready_time(self) -> float:
-        return self.request.ready_time
+        return self.request.times.ready
 
     @property
     def first_token_time(self) -> float | None:
-        return self.request.first_token_time
+        return self.request.times.first_token
 
     @property
     def finish_time(self) -> float | None:
-        return self.request.finish_time
-
-
-@dataclass(frozen=True)
-class SessionView:
-    """Private parts of a session."""
-
-    session: Session
-
-    @property
-    def variants(self) -> Any:
-        """Encodings of messages for other models, layers and labels."""
-        return self.session._variants
+        return self.request.times.finished
 
 
 @inspect.register
@@ -266,8 +263,3 @@ def _(subject: Engine) -> EngineView:
 @inspect.register
 def _(subject: Message) -> MessageView:
     return MessageView(subject._request)
-
-
-@inspect.register
-def _(subject: Session) -> SessionView:
-    return SessionView(subject)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
 from choreograph.errors import InvalidRequestError
-from choreograph.features.cross_model import LayerPattern
+from choreograph.layer_pattern import LayerPattern
 from choreograph.layer_reuse import ContextStore, context_hash
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)

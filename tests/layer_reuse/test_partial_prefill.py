@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.api.kv_export import copy_kv
 from choreograph.errors import (
     ConfigError,
     InvalidPositionError,
@@ -25,8 +24,12 @@ from choreograph.errors import (
     ModelError,
     RequestFailedError,
 )
-from choreograph.features.cross_model import LayerPattern
+from choreograph.features.layer_variants import prefill_layers, restrict_layers
+from choreograph.features.other_models import ModelVariant
+from choreograph.kv_cache.entry import EntryLayers
 from choreograph.kv_cache.tiers import TransferOps
+from choreograph.layer_pattern import LayerPattern
+from choreograph.messages.kv_export import copy_kv
 from choreograph.request.request import RequestState
 
 HEARD = SamplingParams(logprobs=0)
@@ -98,7 +101,7 @@ def test_in_another_context_it_equals_the_oracle(nodes, pattern, step, data):
     with engine.session() as session, engine.session(model="math") as own:
         messages, read = talk(session, nodes, "base"), []
         for number, start in zip(order, starts, strict=True):
-            read.append(inspect(own).variants.prefill_layers(messages[number], read, None, start))
+            read.append(prefill_layers(own, messages[number], read, None, start))
         result = values(own.decode([7, 8], read, forced_tokens=[1, 2, 3], sampling=HEARD))
         engine.run_until_idle()
         engine.check()
@@ -132,13 +135,13 @@ def test_a_source_that_does_not_arrive_ends_in_computing_all_layers(fails_at):
         snapshot = copy_kv(inspect(engine).core, inspect(sent).request, with_inputs=True)
 
         def load(pool, entry):
-            entry.cached_hidden_layers = frozenset(snapshot.inputs)
+            entry.layers = EntryLayers(hidden=frozenset(snapshot.inputs))
             for layer, states in snapshot.inputs.items():
                 pool.hidden[layer][entry.slots] = states
             return TransferOps(fail, fail if fails_at == "inputs" else lambda: None, inputs_first=True)
 
-        received = inspect(session).variants.import_encoded(CONTEXT, snapshot, load)
-        made, equal = (inspect(own).variants.prefill_layers(received, [], None, None) for _ in range(2))
+        received = session.import_encoded(CONTEXT, snapshot, load)
+        made, equal = (prefill_layers(own, received, [], None, None) for _ in range(2))
         inspect(engine).step(wait=False)
         assert made.computed_layers == (0, 2) and inspect(made).state is RequestState.RUNNING
         assert inspect(made).entry.num_computed_tokens == (0 if fails_at == "inputs" else 3)
@@ -163,7 +166,7 @@ def test_a_failed_source_is_not_reused(shares_entry, monkeypatch):
 
     with engine.session() as session, engine.session(model="math") as own:
         sent = [session.prefill(CONTEXT) for _ in range(1 + shares_entry)][-1]
-        made = inspect(own).variants.prefill_layers(sent, [], None, None)
+        made = prefill_layers(own, sent, [], None, None)
         with monkeypatch.context() as patch:
             patch.setattr(inspect(engine).runner, "forward", fail)
             engine.step()
@@ -188,8 +191,8 @@ def test_in_another_context_it_has_positions_labels_and_leaks():
         secret = session.prefill([30, 31, 32], labels={"secret"})
         sent = session.prefill(CONTEXT, [secret])
         with pytest.raises(InvalidPositionError, match="past the model's last one"):
-            inspect(own).variants.prefill_layers(sent, [], None, engine.model_info.max_positions - 2)
-        made = inspect(own).variants.prefill_layers(sent, [], None, 2)
+            prefill_layers(own, sent, [], None, engine.model_info.max_positions - 2)
+        made = prefill_layers(own, sent, [], None, 2)
         answer = own.decode([7], [made], sampling=GREEDY)
         assert made.labels == answer.labels == {"secret"}
         (parent,) = answer.explain().parents
@@ -400,9 +403,7 @@ def test_a_version_seen_in_fewer_layers_is_the_partial_prefill_of_those(first, e
     part = LayerPattern.from_triplet(0, first, max(end, first + 1))
     with engine.session() as session:
         text = session.prefill([3, 4], [session.prefill(CONTEXT)])
-        narrow = inspect(session).variants.restrict_layers(
-            text, session.partial_prefill(text, whole, model="math"), part
-        )
+        narrow = restrict_layers(session, text, session.partial_prefill(text, whole, model="math"), part)
         said = [
             session.decode([7], [seen], model="math", sampling=GREEDY)
             for seen in (narrow, session.partial_prefill(text, part, model="math"))
@@ -551,7 +552,9 @@ def test_what_the_band_cannot_hold_is_computed_whole():
         second = session.prefill(CONTEXT[:3], [first])
         third = session.prefill(CONTEXT * 2)
         said = session.decode([7], [first, second, third], model="math", kv_reuse="partial", sampling=GREEDY)
-        assert said.result() and [m.variants["math", "partial"].computed_layers for m in (second, third)] == [
+        assert said.result() and [
+            m.variants[ModelVariant("math", "partial")].computed_layers for m in (second, third)
+        ] == [
             None,
             None,
         ]

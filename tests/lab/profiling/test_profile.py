@@ -18,7 +18,7 @@ from benchmarks.reuse_figures import draw_figures, profile_top_layers, transfer_
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli.main import app
 from choreograph.errors import ConfigError, DataError, ModelError
-from choreograph.features.cross_model import EngineLoad, LayerPattern, TransferLoad
+from choreograph.features.other_models import EngineLoad, TransferLoad
 from choreograph.lab.profiling.profiler import (
     PairContext,
     ProfileConfig,
@@ -32,6 +32,7 @@ from choreograph.lab.profiling.profiler import (
     profiled_patterns,
     time_patterns,
 )
+from choreograph.layer_pattern import LayerPattern
 from choreograph.layer_reuse import (
     LatencyAwareSelector,
     ParetoPoint,
