@@ -1,5 +1,6 @@
 """A wheel built from the tree carries everything: it is unpacked elsewhere and runs from there."""
 
+import pytest
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_without_the_tree(tmp_path):
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=300)

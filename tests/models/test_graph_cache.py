@@ -36,6 +36,7 @@ def graphs_of(engine: Engine) -> dict:
     return inspect(engine).compiled._graphs
 
 
+@pytest.mark.slow
 @needs_kernel
 def test_a_new_process_loads_graphs_of_every_size_and_computes_the_same(folder):
     """Dynamic rows stay dynamic, and projections with one input are one product."""

@@ -248,7 +248,7 @@ def test_prefixes_of_models_are_apart(engine):
     assert again.usage.cached_tokens == 20
 
 
-def test_what_left_the_device_is_built_again_by_its_model(folders):
+def test_an_evicted_entry_is_recomputed_by_its_adapter(folders):
     def run(tokens):
         engine, kinds = serve(folders, tokens), []
         engine.events.subscribe(lambda event: kinds.append(event.kind))
