@@ -1,12 +1,13 @@
 """A wheel built from the tree carries everything: it is unpacked elsewhere and runs from there."""
 
-import pytest
 import json
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 

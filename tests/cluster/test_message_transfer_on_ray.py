@@ -1,11 +1,11 @@
 """Messages are transferred through Ray's object store, also where the replica that has them stops or dies."""
 
-import pytest
 import asyncio
 import os
 import signal
 import time
 
+import pytest
 from helpers.replica_calls import generate, items_of, messages, spec_of
 from ray import serve
 
