@@ -5,12 +5,15 @@ import os
 import signal
 import time
 
+import pytest
 from helpers.replica_calls import generate, items_of, messages, spec_of
 from ray import serve
 
 from choreograph.cluster.message_transfer import MessageQuery
 from choreograph.cluster.routing import RouteRequest
 from choreograph.cluster.sent_messages import ArrivingMessage
+
+pytestmark = pytest.mark.slow
 
 
 async def loads():

@@ -99,7 +99,7 @@ def same(store: KVCacheManager, encoding, content) -> bool:
 @pytest.mark.parametrize("below", ["host", "disk"])
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), holes=st.integers(0, 3))
 @settings(deadline=None)
-def test_what_left_comes_back_bit_for_bit_wherever_its_pages_are(below, sizes, holes):
+def test_an_offloaded_entry_is_loaded_bit_for_bit_into_any_pages(below, sizes, holes):
     store = make(pages=24, **{below: 64})
     apart = [store.allocate_entry([0], 0, (), capacity=1, owner=("call", 50 + i)) for i in range(2 * holes)]
     for one in apart[::2]:
@@ -274,7 +274,7 @@ def test_host_memory_gives_to_disk_and_disk_to_nothing(tmp_path):
     store.check()
 
 
-def test_what_varies_and_nobody_holds_gets_no_copy():
+def test_an_unreferenced_ephemeral_entry_is_not_offloaded():
     store = make(pages=4, host=8, eviction="workflow")
     fixed, _ = whole(store, 4, "fixed", holder=None)
     suffix, _ = whole(store, 4, "suffix", holder=None)

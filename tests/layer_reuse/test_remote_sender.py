@@ -80,7 +80,7 @@ def local(pattern):
             yield values(said)
 
 
-def test_what_arrives_is_what_the_sender_has(tmp_path):
+def test_received_kv_equals_the_senders(tmp_path):
     with sender(tmp_path, "good"), RemoteSender(receiver(), 0, name="writer", timeout=60) as link:
         engine = link._engine
         engine.enable_layer_reuse("base", "writer", pattern=PATTERN)
@@ -160,7 +160,7 @@ def test_three_processes_form_a_chain(tmp_path):
         ("mumbles", [2, 2, 2], 1024),
     ],
 )
-def test_what_does_not_arrive_is_computed_here(tmp_path, kind, pattern, step):
+def test_a_context_that_does_not_arrive_is_computed_by_the_receiver(tmp_path, kind, pattern, step):
     engine, one = receiver(step), SamplingParams(temperature=0, max_tokens=1, logprobs=0)
     with (
         sender(tmp_path, kind, json.dumps(compatibility_info(engine, "base"))),

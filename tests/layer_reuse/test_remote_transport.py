@@ -65,7 +65,7 @@ def local(context, pattern=PATTERN):
         return values(session.decode([7], [text], model="math", kv_reuse="partial", sampling=GREEDY))
 
 
-def test_it_computes_from_the_hidden_states_before_any_key_has_arrived():
+def test_a_receiver_computes_from_hidden_states_before_any_key_has_arrived():
     engine = receiver()
     with linked(engine, frames=INFO_FRAMES + REPLY_FRAMES + 1) as (link, pipe), engine.session() as session:
         engine.enable_layer_reuse("base", "writer", pattern=PATTERN)

@@ -99,7 +99,7 @@ def test_a_model_that_changed_little_is_another_one(engine, characters, saved):
         PromptCache(other, STORY).load(file)
 
 
-def test_damage(engine, saved):
+def test_a_damaged_file_is_refused(engine, saved):
     file, expected = saved
     whole, manifest = file.read_bytes(), file.with_suffix(".json").read_text()
     flipped = bytearray(whole)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from context.test_attention_semantics import ORACLES, expected, make_engine, submit
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
 from helpers.inspect_engine import inspect
@@ -14,7 +15,6 @@ from helpers.model_configs import VOCABULARY as FAMILY_VOCABULARY
 from helpers.oracle import Oracle, OracleMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention_semantics import ORACLES, expected, make_engine, submit
 from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Repair

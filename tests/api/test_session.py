@@ -95,7 +95,7 @@ def test_a_chain_of_prefills_is_one_step(engine, session):
     assert engine.stats().num_steps == 1
 
 
-def test_step_and_drain(engine, session):
+def test_engine_step_and_run_until_idle_compute_what_was_submitted(engine, session):
     answer = session.decode([1], sampling=GREEDY)
     assert engine.step()
     assert not answer.done
@@ -119,7 +119,7 @@ def test_results_do_not_depend_on_the_order_of_reading(tiny_engine):
     assert run([0, 1, 2, 3]) == run([3, 1, 0, 2])
 
 
-def test_lists_of_calls(engine, session):
+def test_a_list_of_calls_gives_a_list_of_messages_or_changes_nothing(engine, session):
     first, second = session.prefill([{"tokens": [1, 2]}, {"tokens": [3], "new_offset": 9}])
     assert (first.tokens, first.position, second.tokens, second.position) == ([1, 2], 0, [3], 9)
     calls = [
@@ -317,7 +317,7 @@ def test_max_tokens_end_at_the_last_position(session):
     assert answer.finish_reason == "length"
 
 
-def test_logprobs(session):
+def test_log_probabilities_belong_to_the_generated_tokens(session):
     quiet = session.decode([1], sampling=GREEDY)
     assert quiet.logprobs is None
     assert session.prefill([1]).logprobs is None
@@ -331,7 +331,7 @@ def test_logprobs(session):
     assert [one.logprob for one in forced.logprobs] == pytest.approx([one.logprob for one in answer.logprobs], abs=1e-4)
 
 
-def test_seeds(tiny_engine):
+def test_equal_seeds_give_equal_tokens(tiny_engine):
     def run(session_seed, **options):
         with tiny_engine().session(seed=session_seed) as session:
             return [session.decode([1], sampling=SamplingParams(max_tokens=12, **options)).tokens for _ in range(2)]
@@ -426,7 +426,7 @@ def test_text_needs_a_tokenizer(session):
     assert len(answer.tokens) == 7
 
 
-async def test_await(engine, session):
+async def test_awaiting_a_message_computes_it(engine, session):
     first = session.prefill([1, 2])
     answer = await session.decode([3], parents=[first], sampling=GREEDY)
     assert len(answer.output_token_ids) == 6
@@ -481,7 +481,7 @@ async def test_a_waiter_sees_a_release_by_another_task(session):
 # -- reports -------------------------------------------------------------------------------------------------
 
 
-def test_usage(session):
+def test_usage_counts_cached_computed_and_generated_tokens(session):
     first = session.prefill([1, 2, 3])
     second = session.prefill([4, 5], parents=[first])
     answer = session.decode([6], parents=[first, second], sampling=GREEDY, footer=[7, 8])
@@ -525,7 +525,7 @@ def test_usage_of_a_session_includes_cancelled_and_failed_messages(engine, sessi
     assert session.usage.completion_tokens >= 1 + len(draft.output_token_ids)
 
 
-def test_finish_reasons(session):
+def test_finish_reason_says_why_a_message_ended(session):
     assert session.prefill([1]).finish_reason == "encoded"
     assert session.prefill([1]).finish_reason == "cached"
     assert session.decode([1], sampling=GREEDY).finish_reason == "length"
@@ -706,7 +706,7 @@ def test_an_equal_prefill_is_found_by_content(engine, session, start):
     assert engine.stats().num_batched_tokens == rows
 
 
-def test_what_is_found_elsewhere_behaves_as_if_encoded_there(tiny_engine):
+def test_a_message_found_in_the_cache_behaves_as_if_it_was_encoded(tiny_engine):
     def answer(warm: bool):
         engine = tiny_engine()
         with engine.session() as session:

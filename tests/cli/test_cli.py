@@ -152,6 +152,7 @@ def test_run_shows_branches_votes_parse_failures_and_an_empty_answer(answer, sho
     assert found["unparseable"] == {"vote": 1}
 
 
+@pytest.mark.slow
 def test_loading_prints_no_progress_of_transformers(talker_folder):
     done = subprocess.run(
         [sys.executable, "-m", "choreograph", "info", "--model", talker_folder],
@@ -334,6 +335,7 @@ def test_texts_are_shown_as_they_are(capsys):
     assert capsys.readouterr().out == "Use :key: and :x:\n"
 
 
+@pytest.mark.slow
 def test_characters_that_the_output_has_no_code_for_are_replaced(talker_folder):
     done = subprocess.run(
         [sys.executable, "-m", "choreograph", "chat", "--model", talker_folder, "--max-tokens", "200"],
@@ -358,6 +360,7 @@ def test_a_system_prompt_beyond_the_context_is_told_before_anybody_talks(talker_
     assert isinstance(result.exception, ConfigError) and "--system" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_closed_streams_are_told_in_a_line(talker_folder):
     whole = f"{sys.executable} -m choreograph"
     lost = subprocess.run(f"{whole} models >&-", shell=True, capture_output=True, text=True, timeout=120)

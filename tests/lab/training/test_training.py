@@ -54,7 +54,7 @@ def assert_same(one, other, atol=1e-6):
         torch.testing.assert_close(one[name], other[name], atol=atol, rtol=1e-5)
 
 
-def test_it_learns_and_says_what_it_cost(adapter, tmp_path):
+def test_training_lowers_the_loss_and_reports_its_cost(adapter, tmp_path):
     before = example_losses(adapter, CHECK)
     names = [n for n, _ in adapter.model.named_parameters()]
     likely = min(LEARN, key=lambda one: example_losses(adapter, [one])[0])
@@ -323,7 +323,7 @@ def stop_after_checkpoints(save):
     return saved
 
 
-def test_it_stops_early_and_keeps_the_best(adapter, tmp_path):
+def test_training_stops_early_and_keeps_the_best_weights(adapter, tmp_path):
     config = TrainConfig(**FAST | {"learning_rate": 0.5}, epochs=30, patience=2)
     report = train(adapter, LEARN, CHECK, tmp_path, config)
     result = [e["eval_loss"] for e in report.log if "eval_loss" in e]

@@ -49,7 +49,7 @@ def test_pairs_that_share_questions_stay_together():
     assert {name: len(split) for name, split in splits.items()} == {"train": 20, "validation": 5, "test": 25}
 
 
-def test_overlap_is_refused():
+def test_splits_that_share_examples_are_refused():
     with pytest.raises(DataError, match="training and test share 2 questions or games"):
         check_disjoint({"training": {"a", "b", "c"}, "validation": {"d"}, "test": {"b", "c"}})
 

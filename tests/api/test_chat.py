@@ -118,7 +118,7 @@ def test_turns_joined_are_the_conversation(formats, words, system, data):
 
 
 @pytest.mark.parametrize("name", ["embedded", "chatml", "llama-3"])
-def test_roles_in_any_order(formats, name):
+def test_turns_of_roles_in_any_order_join_to_the_conversation(formats, name):
     roles = ["system", "user", "user", "assistant", "system", "assistant", "user", "system"]
     for shift in range(len(roles)):
         check_joined(*formats[name], [Turn(role, f"{role} says") for role in roles[shift:] + roles[:shift]])
@@ -374,7 +374,7 @@ def test_a_broken_template_is_one_clear_error(tokenizer):
 # -- text without roles, and tokenizers without a template ---------------------------------------------------
 
 
-def test_plain_text(formats):
+def test_a_turn_without_a_template_is_plain_text(formats):
     for name, (tokenizer, chat) in formats.items():
         ids = tokenizer("plain text", add_special_tokens=False)["input_ids"]
         assert chat.encode_text("plain text", opening=False) == ids

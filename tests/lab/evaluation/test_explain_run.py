@@ -78,7 +78,7 @@ def test_an_evaluation_can_be_explained_too(talker, tmp_path):
     assert message.explanation.kl < 1e-4 and message.explanation.recommendations[0].endswith("nothing to do")
 
 
-def test_what_is_no_run_is_refused(talker, traces, tmp_path):
+def test_explain_refuses_a_folder_that_is_no_run(talker, traces, tmp_path):
     with pytest.raises(DataError, match="no run; make one"):
         load_run(tmp_path)
     with pytest.raises(DataError, match="use a choreographed one"):

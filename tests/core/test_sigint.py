@@ -73,7 +73,7 @@ def test_an_event_loop_hears_of_an_interrupt_once():
     assert heard == [1]
 
 
-def test_what_may_be_interrupted_is():
+def test_an_interrupt_outside_of_bookkeeping_is_immediate():
     lock, seen = DeferSigintLock(), []
 
     def work() -> None:

@@ -337,7 +337,7 @@ def test_patterns_with_and_without_a_time_stand_on_one_scale():
     assert str(timed.cheapest(0.06).pattern) == "4-6"
 
 
-def test_pictures_and_tables(tmp_path):
+def test_a_profile_is_drawn_and_printed(tmp_path):
     files = draw_figures(PROFILE, tmp_path, "pair")
     draw_profile(PROFILE, tmp_path / "new" / "profile.svg")
     assert all(file.read_text().startswith("<?xml") for file in [*files, tmp_path / "new" / "profile.svg"])
@@ -423,7 +423,7 @@ def test_records_are_contexts_and_questions():
             parse_qa_example(wrong, 0)
 
 
-def test_on_the_command_line(tmp_path):
+def test_the_profile_command_writes_and_shows_a_profile(tmp_path):
     """Two model folders, a file of questions, a profile, a pick."""
     letters, folders = tokenizer(), []
     for seed in (3, 4):

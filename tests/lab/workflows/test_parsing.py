@@ -121,7 +121,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("text", "answer"), ANSWERS)
-def test_final_answers(text, answer):
+def test_a_final_answer_is_parsed_from_its_text(text, answer):
     assert reading.final_answer(text) == answer
 
 
@@ -157,7 +157,7 @@ def test_a_majority_forgets_spaces_and_dollars_and_prefers_the_earliest():
         ("", None),
     ],
 )
-def test_votes(text, number):
+def test_a_vote_is_parsed_from_its_text(text, number):
     assert reading.first_choice(text, 8) == number
 
 
@@ -250,7 +250,7 @@ def test_votes(text, number):
         ("I choose to cooperate, but defecting is better for Bob.", "cooperate"),
     ],
 )
-def test_decisions(text, read):
+def test_a_decision_is_parsed_from_its_text(text, read):
     assert reading.first_decision(text) == read
 
 
@@ -258,7 +258,7 @@ def test_decisions(text, read):
     ("text", "read"),
     [(" Yes, both sides agree.", True), (" No.", False), ("**yes**", True), (" Affirmative", None), ("nobody", None)],
 )
-def test_verdicts(text, read):
+def test_a_verdict_is_parsed_from_its_text(text, read):
     assert reading.first_yes_no(text) is read
 
 

@@ -87,7 +87,7 @@ def test_all_but_the_first_step_of_a_decode_are_begun_before_the_host_knows_a_to
     assert order == ["begin", "read"] * 11 + ["read"], "the last token needs no step behind it"
 
 
-def test_what_is_begun_is_planned_as_if_it_were_planned_now(monkeypatch):
+def test_a_launched_step_has_the_plan_that_it_would_have_now(monkeypatch):
     engine, compared = engine_with(tiny_models.model(), use_graphs=True, overlap=True), []
     logits_of = OverlapScheduler.take_logits
 
@@ -291,7 +291,7 @@ actions = st.lists(
 
 @given(actions, st.sampled_from(["choreographed", "prefix", "naive"]), st.sampled_from([3, 8, 512]))
 @settings(max_examples=many(40), deadline=None)
-def test_it_says_the_same_whoever_comes_and_goes(actions, mode, rows):
+def test_overlapped_steps_give_the_same_tokens_while_requests_come_and_go(actions, mode, rows):
     plain, begun = (Program(engine, actions, mode, rows) for engine in both())
     assert begun.said == plain.said
     torch.testing.assert_close(begun.heard, plain.heard, atol=1e-4, rtol=1e-4)

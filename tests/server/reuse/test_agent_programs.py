@@ -8,7 +8,7 @@ import httpx
 import pytest
 from helpers.live_server import make_engine, serving
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAMS, PAGE = ROOT / "examples" / "serve", ROOT / "docs" / "server.md"
 
 

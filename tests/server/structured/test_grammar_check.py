@@ -52,7 +52,7 @@ def test_a_grammar_that_takes_too_long_is_refused():
         checker.close()
 
 
-def test_threads_take_turns(checker):
+def test_threads_take_turns_at_the_grammar_checker(checker):
     results = []
     threads = [threading.Thread(target=lambda: results.append(checker.validate(chain(50)))) for _ in range(8)]
     for thread in threads:

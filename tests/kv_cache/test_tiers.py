@@ -150,7 +150,7 @@ def test_a_released_ancestor_is_rebuilt_for_those_that_saw_it():
     assert engine.events.counts["recomputing"] == 2
 
 
-def test_what_can_never_fit_is_refused_with_numbers_and_what_cannot_fit_now_waits():
+def test_a_request_that_never_fits_is_refused_and_one_that_does_not_fit_now_waits():
     engine = tiny_models.engine(tokens=32)
     with engine.session(seed=0) as session:
         big = [session.prefill([i] * 12) for i in range(4)]
@@ -456,7 +456,7 @@ def test_equal_messages_are_pinned_each_for_itself():
         assert not inspect(two).entry.in_use
 
 
-def test_what_a_cleared_cache_could_not_load_is_rebuilt():
+def test_an_entry_that_a_cleared_cache_could_not_load_is_recomputed():
     engine = tiny_models.engine(tokens=40, disk_capacity=400)
     with engine.session(seed=0) as s:
         first = s.prefill([1] * 16).wait_encoded()
@@ -483,7 +483,9 @@ def test_a_process_may_end_while_copies_are_under_way():
         "inspect(engine).offload_manager.executor.start(\n"
         "    transfer.Transfer('loading', 100000, 1, lambda layer: time.sleep(0.001)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, cwd=Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=120, cwd=Path(__file__).parents[1]
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -64,7 +64,7 @@ def test_a_trace_goes_to_json_and_back(talker):
     assert TRACE_ADAPTER.validate_python(json.loads(text)) == trace
 
 
-def test_what_is_no_trace_is_refused(talker):
+def test_a_dry_run_refuses_a_file_that_is_no_trace(talker):
     call = {"stage": "x", "prompt": [1], "start": 0, "generated": [2], "footer": [], "logprobs": [], "top": []}
     trace = {"version": 3, "id": "x", "task": "", "seed": 0, "calls": [call], "answer": 0, "outputs": {}}
     trace |= {"split": "train", "units": []}

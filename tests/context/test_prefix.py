@@ -29,7 +29,7 @@ def common(a: list[int], b: list[int]) -> int:
 @pytest.mark.parametrize("mode", ["prefix", "naive"])
 @settings(max_examples=many(40), deadline=None)
 @given(prompts=st.lists(st.lists(texts, min_size=1, max_size=3), min_size=1, max_size=6))
-def test_it_equals_a_plain_run_and_hits_are_longest_common_prefixes(mode, prompts):
+def test_prefix_mode_equals_a_plain_run_and_hits_are_longest_common_prefixes(mode, prompts):
     engine = tiny_models.engine()
     known: list[list[int]] = []
     with engine.session(mode=mode) as session:

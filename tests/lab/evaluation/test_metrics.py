@@ -97,7 +97,7 @@ def played(alice, bob, guess):
     return {**record(), "texts": texts}
 
 
-def test_records_by_kind():
+def test_each_kind_of_task_has_its_record():
     math = Example("1", "math", "", {"answer": "5"})
     assert score(math, record("so \\boxed{5}")) == {"right": 1, "unread": 0, "failed": 0}
     assert score(math, record("\\boxed{5}", answer=None)) == {"right": 0, "unread": 1, "failed": 0}

@@ -52,7 +52,7 @@ def test_a_conversation_sends_its_earlier_messages(client, model):
     )
 
 
-def test_a_schema_is_followed(model):
+def test_answers_to_llm_follow_a_schema(model):
     schema = {
         "type": "object",
         "properties": {"side": {"enum": ["north", "south"]}},

@@ -32,7 +32,7 @@ def program(engine, number, rounds=3):
 
 
 @pytest.mark.parametrize(("at_once", "calls"), [(1, 1), (3, 2), (20, 128)])
-def test_as_if_alone(at_once, calls):
+def test_programs_that_share_steps_give_the_results_of_programs_alone(at_once, calls):
     engine = tiny_models.engine()
     alone = [program(engine, n)() for n in range(12)]
     result = list(
@@ -42,7 +42,7 @@ def test_as_if_alone(at_once, calls):
     engine.check()
 
 
-def test_they_share_steps_and_always_the_same_ones():
+def test_programs_share_steps_and_always_the_same_ones():
     def run():
         engine = tiny_models.engine()
         order = [o.index for o in run_concurrently(engine, [program(engine, n) for n in range(8)], max_programs=4)]
@@ -100,7 +100,7 @@ def test_leaving_early_closes_every_session():
     assert program(engine, 1)() == program(engine, 1)()
 
 
-def test_what_ends_early_may_still_read():
+def test_a_program_that_ends_early_may_still_read_its_messages():
     engine, said = tiny_models.engine(), []
     alone = read(engine)
 

@@ -59,7 +59,7 @@ def by_hand(model, calls):
 
 @given(nodes=graphs(5))
 @settings(max_examples=many(30), deadline=None)
-def test_it_is_the_mean_over_plain_prompts(engine, nodes):
+def test_the_kv_loss_is_the_mean_over_plain_prompts(engine, nodes):
     adapter = inspect(engine).hf_model
     with engine.session() as session:
         calls = trace_calls(run_graph(session, nodes))

@@ -263,7 +263,7 @@ def test_logprobs_are_the_models_own(options):
     assert list(got.top.values()) == pytest.approx(want.topk(4).values.tolist())
 
 
-def test_logprobs_count():
+def test_the_number_of_log_probabilities_is_the_requested_one():
     for count, want in ((0, 0), (1, 1), (10_000, 30)):
         one = generation(logprobs=count)
         take(logits_of(30, 2)[None], [one])
@@ -436,7 +436,7 @@ def test_settled_text_is_never_taken_back():
     assert one.stable_text == "abca"
 
 
-def test_reasons():
+def test_finish_reason_of_a_decode_state():
     assert written([0, 5], stops=(5,))[1] == [None, "stop"]
     assert written([0, 5], max_tokens=2)[1] == [None, "length"]
     assert written([0, 5], stops=(5,), max_tokens=2)[1] == [None, "stop"]
@@ -475,13 +475,13 @@ def test_impossible_values_are_named(name, value):
     assert all(repr(part) in shown for part in (value if isinstance(value, list) else [value]))
 
 
-def test_edges_of_the_ranges():
+def test_sampling_parameters_at_the_edges_of_their_ranges_are_accepted():
     SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, seed=-5, max_tokens=1, min_tokens=1, logprobs=0)
     SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-3, logit_bias={0: 100, 1: -100})
     SamplingParams(seed=1 << 80, stop=None, stop_token_ids=None, logit_bias=None)
 
 
-def test_options_by_name():
+def test_sampling_params_are_read_from_a_dict():
     assert SamplingParams.from_dict({"top_k": 3, "stop": "x"}) == SamplingParams(top_k=3, stop=["x"])
     with pytest.raises(SamplingError, match=r"best_of=3: no such option; known:.*temperature"):
         SamplingParams.from_dict({"best_of": 3})

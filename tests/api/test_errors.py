@@ -92,7 +92,7 @@ def test_parents_that_are_no_list(session, parent):
         refuses(session, e.InvalidRequestError, f"parents={bad}", lambda bad=bad: session.prefill([1], parents=bad))
 
 
-def test_a_released_parent(session, parent):
+def test_a_released_parent_is_refused(session, parent):
     parent.release()
     refuses(
         session,
@@ -114,7 +114,7 @@ def test_a_parent_released_while_other_children_wait(session, parent):
     assert len(waiting.tokens) == 5
 
 
-def test_a_cancelled_parent(session):
+def test_a_cancelled_parent_is_refused(session):
     parent = session.decode([1], sampling=GREEDY)
     parent.release()
     refuses(
@@ -125,20 +125,20 @@ def test_a_cancelled_parent(session):
     )
 
 
-def test_a_repeated_parent(session, parent):
+def test_a_repeated_parent_is_refused(session, parent):
     other = session.prefill([9])
     text = f"(message {parent.id}) is given twice"
     refuses(session, e.DuplicateParentError, text, lambda: session.decode([1], parents=[parent, other, parent]))
 
 
-def test_a_foreign_parent(tiny_engine, session, parent):
+def test_a_parent_of_another_engine_is_refused(tiny_engine, session, parent):
     for engine in (session.engine, tiny_engine()):
         with engine.session() as other:
             text = f"parents[0] (message {parent.id}) belongs to another"
             refuses(other, e.WrongSessionError, text, lambda other=other: other.decode([1], parents=[parent]))
 
 
-def test_a_failed_parent(session):
+def test_readers_of_a_failed_parent_fail(session):
     long = session.decode([1], sampling=SamplingParams(max_tokens=300, ignore_eos=True))
     failed = session.prefill([2] * 300, parents=[long])  # the length of its parent is not known yet
     waiting = session.decode([3], parents=[failed], sampling=GREEDY)
@@ -158,7 +158,7 @@ def test_a_failed_parent(session):
 
 
 @pytest.mark.parametrize("bad", [-1, -(10**30), 512, 10**30, True, False, 1.0, "3", [0], float("nan")], ids=repr)
-def test_impossible_positions(session, parent, bad):
+def test_impossible_positions_are_refused(session, parent, bad):
     refuses(session, e.InvalidPositionError, f"new_offset={bad!r}", lambda: session.prefill([1], new_offset=bad))
     refuses(
         session, e.InvalidPositionError, f"new_offset={bad!r}", lambda: session.decode([1], [parent], new_offset=bad)
@@ -301,7 +301,7 @@ def test_concatenations_past_the_limit(engine, mode):
     ],
     ids=repr,
 )
-def test_impossible_tokens(session, tokens, text):
+def test_impossible_token_ids_are_refused(session, tokens, text):
     kind = e.ConfigError if tokens == "" else e.InvalidTokensError
     refuses(session, kind, text, lambda: session.prefill(tokens))
     refuses(session, kind, text, lambda: session.decode(tokens, sampling=GREEDY))
@@ -322,7 +322,7 @@ def test_an_empty_list_of_requests_has_no_messages(engine, mode):
         assert session.messages == [parent]
 
 
-def test_texts_of_nothing(embedded):
+def test_empty_texts_are_refused(embedded):
     with embedded.session() as session:
         before = state(embedded)
         for call in (lambda: session.prefill(""), lambda: session.decode("")):
@@ -358,7 +358,7 @@ class _Silent:
 # -- sampling ------------------------------------------------------------------------------------------------
 
 
-def test_impossible_sampling(session):
+def test_impossible_sampling_parameters_are_refused(session):
     def decode(**options):
         return lambda: session.decode([1], sampling=SamplingParams(**options))
 
@@ -469,14 +469,14 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "./nowhere.gguf", "no.gguf"])
-def test_wrong_paths(name):
+def test_a_wrong_model_path_is_named(name):
     with pytest.raises(e.ModelError) as caught:
         Engine.from_pretrained(name)
     assert repr(name) in str(caught.value)
 
 
 @pytest.mark.parametrize("model", [None, 5, b"smollm2", ["smollm2"], torch.nn.Linear(1, 1)], ids=repr)
-def test_models_that_are_none(model):
+def test_a_model_of_another_type_is_refused(model):
     with pytest.raises(e.ModelError, match="model="):
         Engine.from_pretrained(model)
 
@@ -521,13 +521,13 @@ def test_an_architecture_that_is_not_served():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float99", "", 5, torch.int64, torch.bool], ids=repr)
-def test_unknown_types(tiny_model, dtype):
+def test_an_unknown_dtype_is_refused(tiny_model, dtype):
     with pytest.raises(e.ConfigError) as caught:
         Engine.from_pretrained(tiny_model(), dtype=dtype)
     assert f"dtype={dtype!r}" in str(caught.value)
 
 
-def test_unknown_devices(tiny_model):
+def test_an_unknown_device_is_refused(tiny_model):
     with pytest.raises(e.ChoreographError, match="nonsense"):
         Engine.from_pretrained(tiny_model(), device="nonsense")
 
@@ -581,7 +581,7 @@ def test_config_of_another_kind(tiny_model):
             Engine.from_pretrained(tiny_model(), config=bad)
 
 
-def test_impossible_sessions(engine):
+def test_impossible_session_options_are_refused(engine):
     for options in ({"mode": "fast"}, {"mode": None}, {"seed": "x"}, {"seed": 1.5}, {"client_id": None}):
         with pytest.raises(e.ConfigError) as caught:
             engine.session(**options)
@@ -592,7 +592,7 @@ def test_impossible_sessions(engine):
 # -- closed --------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_session(engine):
+def test_a_closed_session_refuses_requests(engine):
     session = engine.session()
     parent = session.prefill([1]).result()
     session.close()
@@ -605,7 +605,7 @@ def test_a_closed_session(engine):
         refuses(session, e.SessionClosedError, "the session is closed", call)
 
 
-def test_a_closed_engine(engine):
+def test_a_closed_engine_refuses_requests(engine):
     with engine.session() as session:
         answer = session.decode([1], sampling=GREEDY)
         engine.close()
@@ -643,7 +643,7 @@ def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(engine, ses
 # -- the tree ------------------------------------------------------------------------------------------------
 
 
-def test_the_exception_tree():
+def test_errors_have_the_base_classes_of_python_too():
     bases = {
         e.ConfigError: ValueError,
         e.SamplingError: e.ConfigError,
@@ -667,7 +667,7 @@ def test_the_exception_tree():
 
 
 @pytest.mark.parametrize("mode", ["prefix", "naive"])
-def test_what_is_text_alone_has_nothing_to_pin_or_copy(tiny_engine, mode):
+def test_a_message_without_kv_cannot_be_pinned_or_exported(tiny_engine, mode):
     with tiny_engine().session(mode=mode) as session:
         text = session.prefill([1, 2, 3])
         assert text.pin() is text and text.wait_encoded() is text and text.kv_location == "nowhere"
@@ -678,7 +678,7 @@ def test_what_is_text_alone_has_nothing_to_pin_or_copy(tiny_engine, mode):
         assert said.pin().length == 5 and said.kv_location == ("device" if mode == "prefix" else "nowhere")
 
 
-def test_what_is_no_character_is_refused(talker):
+def test_a_text_with_a_surrogate_is_refused(talker):
     with talker.session() as session:
         refuses(session, e.InvalidTokensError, "surrogates not allowed", lambda: session.prefill("a\ud800b"))
         refuses(
