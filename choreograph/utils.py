@@ -13,9 +13,12 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, MissingDependencyError, ModelError, RequestFailedError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -175,6 +178,14 @@ def ensure_writable(file: Path | None) -> None:
     ensure_dir(file.parent)
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(f"{file}: is not writable: use another path")
+
+
+def describe_validation_error(exc: "ValidationError") -> str:
+    """Return pydantic's first error as one line: option, value and rule."""
+    error = exc.errors()[0]
+    message = error["msg"].removeprefix("Value error, ")
+    name = ".".join(map(str, error["loc"]))
+    return f"{name}={str(error['input'])[:60]}: {message}" if name else message
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> list[Exception]:

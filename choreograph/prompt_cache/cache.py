@@ -383,7 +383,7 @@ class PromptCache:
 
     def _fingerprints(self) -> dict[str, str]:
         return {  # in the order of comparison: another dtype also changes the hash of the model
-            "dtype": str(self.engine.model_info.dtype).removeprefix("torch."),
+            "dtype": self.engine.model_info.dtype_name,
             "model": self.engine.core.model_set.weights_hash(BASE_MODEL),
             "tokenizer": tokenizer_fingerprint(self.engine.tokenizer),
             "schema": self.schema.fingerprint,

@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from helpers.command_line import app
 from helpers.live_server import make_engine
 from ray import cloudpickle
 from typer.testing import CliRunner
 
 from choreograph import SamplingParams
-from choreograph.cli import common
-from choreograph.cli.main import app
+from choreograph.lab.commands import options
 from choreograph.console import make_console
 from choreograph.errors import ConfigError
 from choreograph.lab.evaluation.datasets import Example, make_games
@@ -150,7 +150,7 @@ def test_the_commands_run_own_workflows_on_ray(workers, talker_folder, tmp_path,
         assert result.exit_code == 0, result.output
         reports.append(json.loads((out / "report.json").read_text()))
     assert reports[0] == reports[1]
-    monkeypatch.setattr(common, "open_ray_workers", lambda *_: nullcontext(workers))
+    monkeypatch.setattr(options, "open_ray_workers", lambda *_: nullcontext(workers))
     result = CliRunner().invoke(app, ["trace", *given, "--out", str(tmp_path / "traces"), "--ray", "auto"])
     assert "4 traces" in result.output and len(load_traces(tmp_path / "traces")[1]) == 4
     result = CliRunner().invoke(app, ["bench", *given, "--out", str(tmp_path / "bench"), "--json", "--ray", "auto"])

@@ -5,10 +5,10 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from helpers.command_line import app
 from typer.testing import CliRunner
 
 from choreograph import SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import DataError
 from choreograph.lab.evaluation.datasets import Example
 from choreograph.lab.evaluation.explain_page import render_page

@@ -6,10 +6,10 @@ import re
 from dataclasses import asdict
 
 import pytest
+from helpers.command_line import app
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.cli.main import app
 from choreograph.console import make_console
 from choreograph.errors import ChoreographError, ConfigError, DataError, RequestFailedError
 from choreograph.lab.evaluation import report

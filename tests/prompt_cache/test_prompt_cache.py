@@ -8,10 +8,10 @@ import threading
 
 import pytest
 from helpers.chat_templates import TEMPLATES
+from helpers.command_line import app
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import (
     CacheFullError,
     ConfigError,

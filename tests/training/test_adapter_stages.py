@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.command_line import app
 from helpers.hypothesis_profile import many
 from helpers.message_graphs import graphs
 from helpers.model_configs import CONFIGS
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from choreograph import Engine, SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import ConfigError, DataError
 from choreograph.lab.evaluation.datasets import Example
 from choreograph.lab.evaluation.fidelity import measure_divergence
@@ -45,9 +45,9 @@ from choreograph.lab.training.packed_forward import (
     pack_adapter_stages,
 )
 from choreograph.lab.training.trace import TracedCall, TraceSlice, split_adapter_stages, trace_calls
-from choreograph.lab.training.train import check_adapter_usage
 from choreograph.lab.workflows import conditions_of, find
 from choreograph.lab.workflows.run import Condition, WorkflowRun
+from choreograph.models.adapter_usage import check_adapter_usage
 
 SHORT = SamplingParams(max_tokens=5)
 LISTS = [Example(f"c{i}", "concepts", ["dog", "ball", f"tree{i}", "cat"], {}) for i in range(3)]

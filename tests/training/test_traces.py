@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 from helpers import tiny_models
+from helpers.command_line import app
 from typer.testing import CliRunner
 
 from choreograph import Engine, SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import ConfigError, DataError
 from choreograph.lab.evaluation.datasets import Example
 from choreograph.lab.evaluation.run_dir import exclusive_dir

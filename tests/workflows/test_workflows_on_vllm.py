@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from helpers.command_line import app
 from helpers.fake_vllm import serving_vllm
 from helpers.live_server import make_engine
 from typer.testing import CliRunner
 
 from choreograph import SamplingParams, connect
-from choreograph.cli.main import app
 from choreograph.errors import ConfigError
 from choreograph.lab.evaluation.datasets import Example
 from choreograph.lab.evaluation.run_dir import RunDirectory

@@ -79,7 +79,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
             "compile": engine.core.config.compile,
             "quantization": engine.core.config.quantization,
         },
-        "dtype": str(engine.model_info.dtype).removeprefix("torch."),
+        "dtype": engine.model_info.dtype_name,
     }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ...errors import ConfigError, DataError
+from ...models.adapter_usage import read_usage
 from ..workflows import WorkflowFunction, takes_pairs
 from .datasets import Example, error_context, is_file, load, make_games, make_pairs
 
@@ -126,6 +127,13 @@ def check_disjoint(splits: Mapping[str, Collection[str]]) -> None:
                     f"{first} and {second} share {len(common)} questions or games: use disjoint examples "
                     "(`--split`, with the same `--split-seed` in every command)"
                 )
+
+
+def check_unseen(adapter: str, examples: Sequence[Example]) -> None:
+    """Raise DataError if an adapter has seen any of the examples."""
+    usage = read_usage(adapter)
+    units = [] if usage is None else usage.units
+    check_disjoint({f"the training of {adapter}": units, "the evaluation": units_of(examples)})
 
 
 def examples_for(

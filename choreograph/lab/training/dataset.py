@@ -16,6 +16,7 @@ from ...errors import ConfigError, DataError
 from ...models.hf_model import HFModel
 from ...outputs import Mode
 from ...sampling_params import SamplingParams
+from ...utils import describe_validation_error
 from ..evaluation.datasets import Example
 from ..evaluation.ray_workers import RayWorkers
 from ..evaluation.run_dir import RunDirectory, RunRecord, read_json_object, read_lines
@@ -35,7 +36,6 @@ from .trace import (
     trace_calls,
     with_ancestors,
 )
-from .train_config import describe_error
 
 TRACE_FILE = "traces"
 
@@ -170,7 +170,7 @@ def load_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
                 continue
             trace = TRACE_ADAPTER.validate_python(record)
         except ValueError as exc:
-            reason = describe_error(exc) if isinstance(exc, ValidationError) else str(exc)
+            reason = describe_validation_error(exc) if isinstance(exc, ValidationError) else str(exc)
             raise DataError(
                 f"{file}: damaged trace, or of another version of this package ({reason}): "
                 "remove the line, or make the traces again"
