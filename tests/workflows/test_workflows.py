@@ -4,7 +4,7 @@ import pytest
 
 from choreograph import SamplingParams
 from choreograph.errors import ChoreographError, ConfigError, DataError, InvalidRequestError
-from choreograph.lab.evaluation.runner import source_hash
+from choreograph.lab.evaluation.experiment import source_hash
 from choreograph.lab.workflows import Condition, WorkflowRun, conditions_of, find, names, takes_pairs
 from choreograph.lab.workflows.debate_iterative import read_verdict
 from choreograph.lab.workflows.tree_of_thoughts import last_conclusion

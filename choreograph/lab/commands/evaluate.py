@@ -50,6 +50,7 @@ def evaluate(
     """Score a workflow under its conditions: accuracy, differences, fidelity, win rates."""
     from ...sampling_params import SamplingParams
     from ..evaluation import report
+    from ..evaluation.experiment import Experiment
     from ..evaluation.splits import check_unseen, examples_for
     from ..workflows import find
 
@@ -69,19 +70,15 @@ def evaluate(
     load_engine = partial(
         _load_engine, direct, model, dtype, adapter=adapter, device=device, adapter_stages=adapter_stage, vllm=vllm
     )
+    sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
     engine = load_engine()
     with options.open_ray_workers(ray, ray_workers, load_engine, engine) as workers:
         summary = report.evaluate(
             engine,
             make_console(quiet=as_json),
-            workflow,
-            function,
+            Experiment(workflow, function, conditions, sampling, seed, options.parse_options(option)),
             examples,
             out or Path("out") / "eval" / Path(workflow).stem,
-            conditions=conditions,
-            options=options.parse_options(option),
-            sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
-            seed=seed,
             concurrency=concurrency,
             fidelity=fidelity,
             judge=None if judge is None else open_engine(judge, dtype, device=device),
@@ -128,26 +125,24 @@ def bench(
     """Time a workflow in all its conditions, forced to the same tokens."""
     from ...sampling_params import SamplingParams
     from ..evaluation import report
+    from ..evaluation.experiment import Experiment
     from ..evaluation.splits import examples_for
     from ..workflows import find
 
     options.check_ray_options(ray, ray_workers)
     function = find(workflow)
     examples = examples_for(function, data, limit=limit, seed=shuffle_seed, split=split, split_seed=split_seed)
+    conditions = report.select_conditions(function, condition or [])
     load_engine = partial(open_engine, model, dtype, compile, device=device)
+    sampling = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens)
     engine = load_engine()
     with options.open_ray_workers(ray, ray_workers, load_engine, engine) as workers:
         summary = report.bench(
             engine,
             make_console(quiet=as_json),
-            workflow,
-            function,
+            Experiment(workflow, function, conditions, sampling, seed, options.parse_options(option)),
             examples,
             out or Path("out") / "bench" / Path(workflow).stem,
-            conditions=report.select_conditions(function, condition or []),
-            options=options.parse_options(option),
-            sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
-            seed=seed,
             workers=workers,
         )
     if as_json:

@@ -38,7 +38,7 @@ def trace(
     """Record the calls of a workflow on its baseline, to train on."""
     from ...sampling_params import SamplingParams
     from ..evaluation.splits import training_examples
-    from ..training.dataset import collect_traces
+    from ..evaluation.traces import collect_traces
     from ..workflows import find
 
     options.check_ray_options(ray, ray_workers)

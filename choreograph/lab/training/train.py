@@ -27,19 +27,12 @@ from ...models.adapter_usage import AdapterUsage, matches_weights, read_record
 from ...models.hf_model import HFModel
 from ...sampling_params import SamplingParams
 from ...utils import atomic_write_text, require
+from ..evaluation.experiment import source_hash
 from ..evaluation.run_dir import exclusive_dir
-from ..evaluation.runner import source_hash
 from ..evaluation.splits import check_disjoint, split_off
+from ..evaluation.traces import Trace, load_traces
 from ..workflows import WorkflowFunction, conditions_of, find, names, options_of
-from .dataset import (
-    Trace,
-    TrainingExample,
-    answer_examples,
-    baseline_examples,
-    check_stages,
-    load_traces,
-    make_examples,
-)
+from .examples import TrainingExample, answer_examples, baseline_examples, check_stages, make_examples
 from .losses import mean_loss, mean_losses, topk_targets
 from .train_config import TrainConfig, TrainManifest, TrainReport
 
