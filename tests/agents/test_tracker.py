@@ -6,11 +6,11 @@ import threading
 
 import pytest
 from helpers import tiny_models
-from helpers.call_counts import count_calls
 from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.host_work import count_calls
 from choreograph import SamplingParams
 from choreograph.agents import StepGraph, TransitionStats, Workflow
 from choreograph.api.concurrency import run_concurrently
