@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from choreograph.viz import ErrorBar, Point, saved_figure
+from choreograph.viz import Point, saved_figure
+
+ErrorBar = tuple[float, float, float]  # value, low, high
 
 
 def speedup_over_branches(

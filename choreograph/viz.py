@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # each picture needs its own package only
     from .prompt_cache.layout import Layout
 
 Point = tuple[float, float]
-ErrorBar = tuple[float, float, float]  # value, low, high
 
 STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 STYLE |= {"svg.hashsalt": "choreograph", "svg.fonttype": "none", "text.parse_math": False}  # equal data, equal file
