@@ -7,10 +7,10 @@ from helpers.inspect_engine import inspect
 from safetensors.torch import save_file
 
 from choreograph import Engine, SamplingParams
-from choreograph.api import kv_export as copies
 from choreograph.api.call import Call
 from choreograph.errors import CacheFileError, InvalidRequestError, SessionClosedError
 from choreograph.kv_cache.tiers import TransferOps
+from choreograph.messages import kv_export as copies
 from choreograph.messages.kv_export import KVSnapshot
 from choreograph.models.info import weights_hash
 
