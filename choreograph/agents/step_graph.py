@@ -360,9 +360,9 @@ class TransitionStats:
         0 for running agents, infinite for agents that cannot be reached from those that run or ran
         last.
         """
-        sources = set(progress.running) or ({progress.last_started} if progress.last_started else set())
+        recent = set(progress.running) or ({progress.last_started} if progress.last_started else set())
         names = list(self.counts)
-        rows = [names.index(source) for source in sources if source in self.counts]
+        rows = [names.index(agent) for agent in recent if agent in self.counts]
         times = self.hitting_times()[rows].min(axis=0, initial=UNREACHABLE).tolist() if names else []
         return {agent: 0.0 if agent in progress.running else value for agent, value in zip(names, times, strict=True)}
 

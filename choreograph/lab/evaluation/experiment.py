@@ -53,7 +53,7 @@ class Experiment:
         tasks = json.dumps([[e.id, e.task] for e in examples], ensure_ascii=False)
         return {
             "workflow": self.name,
-            "source": source_hash(self.workflow),
+            "source": code_hash(self.workflow),
             **describe_engine(engine),
             "examples": len(examples),
             "data": hashlib.sha256(tasks.encode()).hexdigest()[:16],
@@ -82,7 +82,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
     }
 
 
-def source_hash(workflow: WorkflowFunction) -> str:
+def code_hash(workflow: WorkflowFunction) -> str:
     """Return a hash of the source files of a workflow."""
     files = [names["__file__"] for names in source_modules(workflow) if "__file__" in names]
     return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16] if files else ""

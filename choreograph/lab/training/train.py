@@ -27,7 +27,7 @@ from ...models.adapter_usage import AdapterUsage, matches_weights, read_record
 from ...models.hf_model import HFModel
 from ...sampling_params import SamplingParams
 from ...utils import atomic_write_text, require
-from ..evaluation.experiment import source_hash
+from ..evaluation.experiment import code_hash
 from ..evaluation.run_dir import exclusive_dir
 from ..evaluation.splits import check_disjoint, split_off
 from ..evaluation.traces import Trace, load_traces
@@ -331,7 +331,7 @@ def _find_trace_workflow(traces: Path, settings: Mapping[str, Any], name: str | 
     if name is None and traced not in names():
         raise ConfigError(f"{traces}: of the workflow {traced!r}: name it (workflow=, --workflow), as its code is run")
     result = find(name or traced)
-    if settings["source"] != source_hash(result):
+    if settings["source"] != code_hash(result):
         raise ConfigError(f"{traces}: the workflow {name or traced!r} has changed since: make the traces again")
     return result
 

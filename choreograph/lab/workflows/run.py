@@ -287,7 +287,6 @@ class WorkflowResult:
     run: WorkflowRun
     answer: Message
     metrics: RunMetrics
-    artifact: Any = None  # result of `on_finish`
 
 
 def run_workflow(
@@ -304,7 +303,7 @@ def run_workflow(
     options: Mapping[str, Any] | None = None,
     on_answer: Callable[[Message, list[StageCall]], None] | None = None,
     on_text: Callable[[str], None] | None = None,
-    on_finish: Callable[[list[StageCall]], Any] | None = None,
+    on_finish: Callable[[list[StageCall]], object] | None = None,
 ) -> WorkflowResult:
     """Run a workflow to completion and measure it.
 
@@ -345,7 +344,9 @@ def run_workflow(
             encoded=sum(metrics.encoded for metrics in stages),
             cached=sum(metrics.cached for metrics in stages),
         )
-        return WorkflowResult(wf, answer, metrics, None if on_finish is None else on_finish(wf.calls))
+        if on_finish is not None:
+            on_finish(wf.calls)
+        return WorkflowResult(wf, answer, metrics)
 
 
 def call_workflow(workflow: WorkflowFunction, wf: WorkflowRun, task: Any, options: Mapping[str, Any]) -> Message:
