@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import DataError
 from ..workflows.parsing import boxed
-from .longbench import PROMPTS, split_passages
+from .longbench import PROMPTS
 
 DatasetRecord = Mapping[str, Any]
 
@@ -95,13 +95,8 @@ REFERENCE_FIELDS: Mapping[str, Mapping[str, Callable[[str, Any], Any]]] = {  # w
 }
 
 
-def documents_of(record: DatasetRecord) -> list[str]:
-    """Return a record's documents, and its context split into LongBench passages."""
-    context = _context(record)
-    return _documents(record) + (split_passages(context) if context else [])
-
-
-def _documents(record: DatasetRecord) -> list[str]:
+def documents_in(record: DatasetRecord) -> list[str]:
+    """Return the texts of a record's documents, with their titles."""
     documents = record.get("documents") or []
     if not isinstance(documents, (str, list, tuple)):
         raise _invalid("documents", documents, "use a list of texts")
@@ -116,7 +111,8 @@ def _documents(record: DatasetRecord) -> list[str]:
     return texts
 
 
-def _context(record: DatasetRecord) -> str:
+def context_of(record: DatasetRecord) -> str:
+    """Return a record's context, empty without one."""
     context = record.get("context") or ""
     if not isinstance(context, str):
         raise _invalid("context", context, "use a string, or `documents` for a list of texts")
@@ -125,7 +121,7 @@ def _context(record: DatasetRecord) -> str:
 
 def prepend_context(question: str, record: DatasetRecord) -> str:
     """Return the question after the documents and the context of its record."""
-    texts = [*_documents(record), *filter(None, [_context(record)])]
+    texts = [*documents_in(record), *filter(None, [context_of(record)])]
     if not texts:
         return question
     if question:
