@@ -1,5 +1,6 @@
 """Options that several commands share, and what they open."""
 
+import json
 from typing import Annotated, Any, Literal
 
 import typer
@@ -72,3 +73,17 @@ def open_engine(
         check_adapter_usage(adapter, adapter_stages or [], engine.core.hf_model)
         engine.add_adapter(ADAPTER_NAME, adapter)
     return engine
+
+
+def parse_options(pairs: list[str] | None) -> dict[str, Any]:
+    """Parse name=value pairs; JSON values are decoded."""
+    options = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--option {pair!r}: write name=value")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options

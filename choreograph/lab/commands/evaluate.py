@@ -76,7 +76,7 @@ def evaluate(
         summary = report.evaluate(
             engine,
             make_console(quiet=as_json),
-            Experiment(workflow, function, conditions, sampling, seed, options.parse_options(option)),
+            Experiment(workflow, function, conditions, sampling, seed, common.parse_options(option)),
             examples,
             out or Path("out") / "eval" / Path(workflow).stem,
             concurrency=concurrency,
@@ -140,7 +140,7 @@ def bench(
         summary = report.bench(
             engine,
             make_console(quiet=as_json),
-            Experiment(workflow, function, conditions, sampling, seed, options.parse_options(option)),
+            Experiment(workflow, function, conditions, sampling, seed, common.parse_options(option)),
             examples,
             out or Path("out") / "bench" / Path(workflow).stem,
             workers=workers,

@@ -1,6 +1,5 @@
 """Options that several commands of the lab share, and what they open."""
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -89,17 +88,3 @@ def adapter_name(adapter: str | None, adapter_stages: list[str] | None) -> str:
     if adapter is None and adapter_stages:
         raise typer.BadParameter("--adapter-stage: give the --adapter that computes it")
     return BASE_MODEL if adapter is None else ADAPTER_NAME
-
-
-def parse_options(pairs: list[str] | None) -> dict[str, Any]:
-    """Parse name=value pairs; JSON values are decoded."""
-    options = {}
-    for pair in pairs or []:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"--option {pair!r}: write name=value")
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name] = value
-    return options

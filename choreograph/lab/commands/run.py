@@ -57,7 +57,7 @@ def run(
         adapter_stages=adapter_stage or (),
         seed=seed,
         sampling=SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens),
-        options=options.parse_options(option),
+        options=common.parse_options(option),
         on_answer=lambda answer, calls: None if console.quiet else _print_calls(console, answer, calls),
         on_text=lambda piece: print_text(console, piece, end=""),
     )

@@ -70,7 +70,7 @@ def trace(
             sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
             top=top,
             seed=seed,
-            options=options.parse_options(option),
+            options=common.parse_options(option),
             concurrency=concurrency,
             on_done=on_done,
             workers=workers,

@@ -268,8 +268,8 @@ def train_from_traces(
     seed = (config or TrainConfig()).seed
 
     def write_usage(**usage: Any) -> None:
-        base = {"weights": hf_model.sampled_weights_hash, "dtype": hf_model.model_info.dtype_name}
-        AdapterUsage(**base, **usage).write(out)
+        weights, dtype = hf_model.sampled_weights_hash, hf_model.model_info.dtype_name
+        AdapterUsage(weights=weights, dtype=dtype, **usage).write(out)
 
     if answer_workflow is not None:
         if (
