@@ -303,11 +303,6 @@ class DeferSigintLock:
     __enter__ = acquire
     __exit__ = release
 
-    @property
-    def is_held(self) -> bool:
-        """True if any thread holds the lock."""
-        return self._depth > 0
-
     def sleep(self, seconds: float) -> None:
         """Release the lock for some seconds, for other threads and SIGINT."""
         depth = self._depth

@@ -273,10 +273,6 @@ class Workflow:
                 steps[turn.agent] = min(1.0, steps.get(turn.agent, UNREACHABLE))
         return steps
 
-    def fixed_prefix_hashes(self, agent: str) -> list[bytes]:
-        """Hashes of an agent's fixed messages, or of its prompt's start."""
-        return list(self._fixed[agent].resolve()) if agent in self._fixed else []
-
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of last prompts, from which fixed parts are inferred."""

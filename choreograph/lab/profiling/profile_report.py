@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ...layer_reuse.profile import Profile
-from ...utils import ensure_writable, require
+from ...viz import saved_figure
 from ..evaluation.statistics import Estimate, difference
 
 SCORE_LABELS = {
@@ -51,28 +51,20 @@ def _format(loss: Estimate) -> str:
 
 def draw_profile(profile: Profile, path: Path) -> None:
     """Plot per-layer scores, range scores and the frontier in one SVG file."""
-    matplotlib = require("matplotlib", "viz")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    ensure_writable(path)
     label = SCORE_LABELS.get(profile.metric, profile.metric)
     receiver_mean, critical = float(np.mean(profile.receiver_scores)), profile.critical()
-    figure, (layers, heat, frontier) = pyplot.subplots(1, 3, figsize=(14, 3.6), layout="constrained")
+    with saved_figure(path, 14, 3.6, ncols=3) as (layers, heat, frontier):
+        colors = ["tab:red" if layer in critical else "tab:blue" for layer in range(len(profile.per_layer))]
+        layers.bar(range(len(colors)), [np.mean(values) for values in profile.per_layer], color=colors)
+        layers.axhline(receiver_mean, color="tab:red", linestyle="--")
+        layers.set(xlabel="the layer that is reused", ylabel=label)
 
-    colors = ["tab:red" if layer in critical else "tab:blue" for layer in range(len(profile.per_layer))]
-    layers.bar(range(len(colors)), [np.mean(values) for values in profile.per_layer], color=colors)
-    layers.axhline(receiver_mean, color="tab:red", linestyle="--")
-    layers.set(xlabel="the layer that is reused", ylabel=label)
+        cells = [cell for cell in profile.ranges if len(cell.pattern.ranges) == 1]
+        starts, ends = np.array([cell.pattern.ranges[0] for cell in cells]).reshape(-1, 2).T
+        image = heat.scatter(ends, starts, c=[np.mean(cell.values) for cell in cells], cmap="Blues", marker="s")
+        heat.set(xlabel="computes up to layer", ylabel="computes from layer")
+        heat.figure.colorbar(image, ax=heat, label=label)
 
-    cells = [cell for cell in profile.ranges if len(cell.pattern.ranges) == 1]
-    starts, ends = np.array([cell.pattern.ranges[0] for cell in cells]).reshape(-1, 2).T
-    image = heat.scatter(ends, starts, c=[np.mean(cell.values) for cell in cells], cmap="Blues", marker="s")
-    heat.set(xlabel="computes up to layer", ylabel="computes from layer")
-    figure.colorbar(image, ax=heat, label=label)
-
-    points = [(point.cost, receiver_mean - point.loss) for point in profile.pareto_points()]
-    frontier.plot(*zip(*points, strict=True), marker="o")
-    frontier.set(xlabel="cost, of a full prefill", ylabel=label)
-    figure.savefig(path)
-    pyplot.close(figure)
+        points = [(point.cost, receiver_mean - point.loss) for point in profile.pareto_points()]
+        frontier.plot(*zip(*points, strict=True), marker="o")
+        frontier.set(xlabel="cost, of a full prefill", ylabel=label)
