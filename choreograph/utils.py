@@ -13,9 +13,12 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, MissingDependencyError, ModelError, RequestFailedError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -177,6 +180,14 @@ def ensure_writable(file: Path | None) -> None:
         raise ConfigError(f"{file}: is not writable: use another path")
 
 
+def describe_validation_error(exc: "ValidationError") -> str:
+    """Return pydantic's first error as one line: option, value and rule."""
+    error = exc.errors()[0]
+    message = error["msg"].removeprefix("Value error, ")
+    name = ".".join(map(str, error["loc"]))
+    return f"{name}={str(error['input'])[:60]}: {message}" if name else message
+
+
 def call_all(calls: Iterable[Callable[[], object]]) -> list[Exception]:
     """Call all callables even if one raises; return the exceptions."""
     errors: list[Exception] = []
@@ -291,11 +302,6 @@ class DeferSigintLock:
 
     __enter__ = acquire
     __exit__ = release
-
-    @property
-    def is_held(self) -> bool:
-        """True if any thread holds the lock."""
-        return self._depth > 0
 
     def sleep(self, seconds: float) -> None:
         """Release the lock for some seconds, for other threads and SIGINT."""

@@ -69,7 +69,8 @@ def test_the_workflow_in_the_documents_is_the_example():
 
 
 def test_the_tables_of_the_results_are_what_the_results_say():
-    from benchmarks.results_page import PAGES, TABLES, fill_tables
+    from benchmarks.results_page import PAGES
+    from benchmarks.tables import TABLES, fill_tables
 
     texts = [page.read_text() for page in PAGES]
     assert [fill_tables(text) for text in texts] == texts

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from helpers.command_line import app
 from helpers.inspect_engine import inspect
 from typer.testing import CliRunner
 
 from choreograph.cli import serve_command
-from choreograph.cli.main import app
 from choreograph.errors import ConfigError
 from choreograph.server.server_config import ServerConfig, read_api_keys
 
