@@ -26,6 +26,9 @@ LayerReuseOption = Annotated[
     typer.Option("--layer-reuse", help="Layers that a model computes of the base's messages, as name=head,start,end."),
 ]
 
+# further tabs of the dashboard by title, see `TabFactory`; `choreograph.__main__` adds the playground
+DASHBOARD_TABS: dict[str, Any] = {}
+
 DEFAULTS: dict[str, Any] = {
     "model": common.DEFAULT_MODEL,
     "host": "127.0.0.1",
@@ -151,7 +154,7 @@ def serve(
         raise ConfigError(f"{next(iter(cluster))}: give --replicas too")
     uvicorn: Any = require("uvicorn", "serve")
     uvicorn.run(
-        create_app(load_engine(open_engine), server_config),
+        create_app(load_engine(open_engine), server_config, dashboard_tabs=DASHBOARD_TABS),
         **address,
         log_level=log_level,
         timeout_graceful_shutdown=server_config.drain_timeout,

@@ -21,6 +21,7 @@ from ..api.engine import Engine
 from ..api.validation import check_tokens
 from ..errors import ChoreographError
 from .api_errors import ApiError, to_api_error
+from .dashboard.dashboard_page import TabFactory, add_dashboard
 from .limits import RequestSlots
 from .openai import text_completions
 from .openai.chat_completions import ChatAnswer, prepare
@@ -144,16 +145,23 @@ class RequestGuard:
         return f"the body has more than {self._max_body_bytes} bytes: send a shorter one"
 
 
-def create_app(engine: Engine, config: ServerConfig | None = None, *, tracer_provider: Any = None) -> FastAPI:
+def create_app(
+    engine: Engine,
+    config: ServerConfig | None = None,
+    *,
+    tracer_provider: Any = None,
+    dashboard_tabs: Mapping[str, TabFactory] | None = None,
+) -> FastAPI:
     """Create the application that serves an engine.
 
     Args:
         tracer_provider: OpenTelemetry's; None: by `ServerConfig.otlp_traces_endpoint`.
+        dashboard_tabs: further tabs of the dashboard by title.
     """
-    return create_service_app(InferenceService(engine, config or ServerConfig(), tracer_provider))
+    return create_service_app(InferenceService(engine, config or ServerConfig(), tracer_provider), dashboard_tabs)
 
 
-def create_service_app(service: InferenceService) -> FastAPI:
+def create_service_app(service: InferenceService, dashboard_tabs: Mapping[str, TabFactory] | None = None) -> FastAPI:
     """Create the application of a service."""
     config = service.config
 
@@ -185,9 +193,7 @@ def create_service_app(service: InferenceService) -> FastAPI:
     _add_inference_routes(app, service)
     dashboard = None
     if config.dashboard:
-        from .dashboard.dashboard_page import add_dashboard
-
-        dashboard = add_dashboard(app, service)
+        dashboard = add_dashboard(app, service, dashboard_tabs or {})
     return app
 
 
