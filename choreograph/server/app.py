@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Annotated, Any
@@ -23,8 +23,9 @@ from ..errors import ChoreographError
 from .api_errors import ApiError, to_api_error
 from .dashboard.dashboard_page import TabFactory, add_dashboard
 from .limits import RequestSlots
+from .openai import chat_completions as chats
 from .openai import text_completions
-from .openai.chat_completions import ChatAnswer, prepare
+from .openai.answer_loop import AnswerEncoder, AnswerLoop, AnswerOptions
 from .openai.chat_messages import as_turn
 from .openai.event_stream import stream_events
 from .openai.protocol import (
@@ -38,10 +39,11 @@ from .openai.protocol import (
     tool_dicts,
 )
 from .openai.response_store import ResponseStore
-from .openai.responses_api import ResponseAnswer, to_chat
+from .openai.responses_api import ResponseEncoder, to_chat
 from .request_body import OPTION_CHARS, check_path, checked_route
 from .reuse.agent_tracking import read_declaration
 from .reuse.remote_sessions import add_remote_routes
+from .running_request import GenerationSpec
 from .server_config import ServerConfig
 from .service import InferenceService
 
@@ -265,22 +267,35 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         service.resolve_model(model)
         return _model_entry(service, model)
 
+    async def answer(
+        request: Request,
+        body: ChatCompletionRequest | CompletionRequest | ResponsesRequest,
+        spec: GenerationSpec,
+        options: AnswerOptions,
+        create_encoder: Callable[[AnswerLoop], AnswerEncoder],
+    ) -> Response:
+        loop = AnswerLoop(service, service.submit(request, spec), options)
+        encoder = create_encoder(loop)
+        loop.running.name_response(encoder.id, body.model)
+        if body.stream:
+            return await stream_events(loop.events(encoder))
+        return AsciiJSONResponse(await loop.whole(encoder))
+
     @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat_completions(body: ChatCompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
         """Answer a chat."""
         service.start_span(request, "chat", body)
-        spec, parser_options = await service.work(tenant, request, partial(prepare, service, body, request, tenant))
-        answer = ChatAnswer(service, body, service.submit(request, spec), parser_options)
-        return await stream_events(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
+        prepare = partial(chats.prepare, service, body, request, tenant)
+        spec, options = await service.work(tenant, request, prepare)
+        return await answer(request, body, spec, options, lambda loop: chats.ChatEncoder(loop, body))
 
     @app.post("/v1/completions", responses=ERRORS)
     async def completions(body: CompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
         """Continue prompts."""
         service.start_span(request, "text_completion", body)
-        prepare_spec = partial(text_completions.prepare_completion, service, body, request, tenant)
-        spec = await service.work(tenant, request, prepare_spec)
-        answer = text_completions.CompletionAnswer(service, body, service.submit(request, spec))
-        return await stream_events(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
+        prepare = partial(text_completions.prepare, service, body, request, tenant)
+        spec, options = await service.work(tenant, request, prepare)
+        return await answer(request, body, spec, options, lambda loop: text_completions.CompletionEncoder(loop, body))
 
     @app.post("/v1/responses", responses=ERRORS)
     async def responses(body: ResponsesRequest, request: Request, tenant: str = tenant_of) -> Response:
@@ -290,25 +305,18 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         if body.previous_response_id is not None:
             previous = store.get(tenant, body.previous_response_id, "previous_response_id")
 
-        def prepare_chat() -> tuple[Any, ...]:
+        def prepare() -> tuple[GenerationSpec, AnswerOptions, list[dict[str, Any]]]:
             chat, messages = to_chat(body, previous)
-            return *prepare(service, chat, request, tenant, param="input"), messages
+            return *chats.prepare(service, chat, request, tenant, param="input"), messages
 
-        spec, parser_options, messages = await service.work(tenant, request, prepare_chat)
-        running = service.submit(request, spec)
-        answer = ResponseAnswer(service, body, running, parser_options, messages)
-
+        spec, options, messages = await service.work(tenant, request, prepare)
+        keep = None if body.store is False else partial(store.add, tenant)
         num_bytes = len(await request.body())
 
-        def keep(response: dict[str, Any]) -> None:
-            if body.store is not False:
-                store.add(tenant, answer.stored(response, num_bytes))
+        def create_encoder(loop: AnswerLoop) -> AnswerEncoder:
+            return ResponseEncoder(loop, body, messages, keep, num_bytes)
 
-        if body.stream:
-            return await stream_events(answer.events(keep))
-        response = await answer.whole()
-        keep(response)
-        return AsciiJSONResponse(response)
+        return await answer(request, body, spec, options, create_encoder)
 
     @app.get("/v1/responses/{response_id}", responses=ERRORS)
     async def get_response(response_id: str, tenant: str = tenant_of) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from ..api_errors import ApiError, overloaded, prompt_too_long, to_api_error
 from ..body_types import MAX_TOP_LOGPROBS
 from ..dashboard.request_log import SESSION
 from ..engine_thread import Generation
-from ..openai.scored_prompts import MAX_SCORES, SCORE_BYTES
+from ..openai.answer_loop import SCORE_BYTES
+from ..openai.scored_prompts import MAX_SCORES
 from ..service import InferenceService
 from .agent_tracking import AgentTracker
 from .remote_bodies import (
