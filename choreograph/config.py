@@ -147,13 +147,18 @@ def _check_ascending(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @validated()
 class CacheConfig:
-    """Size of the KV cache, its lower tiers and its eviction policy."""
+    """Size of the KV cache, its lower tiers and its eviction policy.
 
-    capacity: CacheSize | None = None  # device tokens or bytes ("4GiB"); None: from the model limit and free memory
+    Here and in other classes, fields with a description are options of `choreograph serve`.
+    """
+
+    # of the device; None: from the model limit and free memory
+    capacity: Annotated[CacheSize | None, Field(description="KV cache: tokens, or a size like 4GiB.")] = None
     page_size: PositiveInt = 16  # tokens per page, the unit of allocation
-    eviction: EvictionPolicyName = "lru"  # ranks entries that no running request or pin uses
-    host_capacity: CacheSize | None = None  # host tier, tokens or bytes ("4GiB"); None: no host tier
-    disk_capacity: CacheSize | None = None  # disk tier, tokens or bytes ("4GiB"); None: no disk tier
+    # ranks entries that no running request or pin uses
+    eviction: Annotated[EvictionPolicyName, Field(description="Eviction policy.")] = "lru"
+    host_capacity: Annotated[CacheSize | None, Field(description="Host tier: tokens, or a size.")] = None
+    disk_capacity: Annotated[CacheSize | None, Field(description="Disk tier: tokens, or a size.")] = None
     # directory of the disk tier; None: the temporary directory
     disk_dir: Annotated[Any, AfterValidator(_check_disk_dir)] | None = None
     poison_freed_pages: StrictBool = False  # fill freed pages with NaN, so that tests detect reads of freed memory
@@ -217,12 +222,18 @@ class EngineConfig:
         default_factory=SchedulerConfig
     )
     backend: BackendName = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
-    compile: StrictBool = False  # run steps through torch.compile, on a GPU small ones as CUDA graphs
+    # through torch.compile, on a GPU small steps as CUDA graphs
+    compile: Annotated[StrictBool, Field(description="Compile steps before the first request; takes minutes.")] = False
     # batch sizes in tokens to compile; None: graphs for all sizes, on a GPU for 2 to 256 tokens
     compile_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=True), AfterValidator(_check_ascending)] | None = (
         None
     )
     # speculative decoding: tokens drafted at most for a request in a step, from text that it reads; 0: none
-    draft_tokens: NonNegativeInt = 0
-    quantization: Quantization | None = None  # of weights; int8 needs torchao
-    max_model_len: PositiveInt | None = None  # logical positions to use; None: the limit of the model
+    draft_tokens: Annotated[
+        NonNegativeInt, Field(description="Tokens to draft a step from text that a decode reads.")
+    ] = 0
+    quantization: Annotated[
+        Quantization | None, Field(description="Format of the weights; int8 needs the extra `int8`.")
+    ] = None
+    # None: the limit of the model
+    max_model_len: Annotated[PositiveInt | None, Field(description="Logical positions to use at most.")] = None

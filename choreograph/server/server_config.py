@@ -1,12 +1,18 @@
-"""Options of the server."""
+"""Options of the server and its engine."""
 
+import dataclasses
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, StrictBool
 
-from ..config import NonNegativeInt, PositiveInt, validated
+from ..config import CacheConfig, EngineConfig, NonNegativeInt, PositiveInt, SchedulerConfig, validated
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..api.engine import Engine
 
 ReuseMode = Literal["exact", "messages", "auto"]
 ToolParser = Literal["auto", "hermes", "llama3_json"]
@@ -20,33 +26,58 @@ Seconds = Annotated[float, Field(gt=0)]
 class ServerConfig:
     """Limits, keys and defaults of one server."""
 
-    api_keys: tuple[str, ...] = ()  # each is a tenant with its own cache; empty: no authentication
-    served_model_name: str | None = None  # of the base model; None: its own name
-    reuse: ReuseMode = "exact"  # of requests that do not choose
-    max_kl: NonNegativeFloat | None = None  # divergence of requests that give none, nats a token; None: unlimited
-    shadow_calls: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of calls with a limit to measure; 0 learns nothing
-    max_tokens: PositiveInt | None = None  # of requests that give none; None: what the context leaves
+    # each is a tenant with its own cache; empty: no authentication
+    api_keys: Annotated[tuple[str, ...], Field(description="A key that clients may use; each is a tenant.")] = ()
+    # of the base model; None: its own name
+    served_model_name: Annotated[str | None, Field(description="Name of the model in requests.")] = None
+    reuse: Annotated[ReuseMode, Field(description="Reuse of requests that choose none.")] = "exact"
+    # None: unlimited
+    max_kl: Annotated[
+        NonNegativeFloat | None, Field(description="Divergence of requests that give none, in nats a token.")
+    ] = None
+    # 0 learns nothing
+    shadow_calls: Annotated[float, Field(ge=0, le=1, description="Share of calls with such a limit to measure.")] = 0.0
+    # None: what the context leaves
+    max_tokens: Annotated[PositiveInt | None, Field(description="Length of answers whose request gives none.")] = None
     # The following limits are divided by the number of keys: each tenant has an equal share.
-    max_requests: PositiveInt = 256  # running and waiting; more are answered with 429
-    max_sessions: PositiveInt = 256  # open sessions of `choreograph.connect`
-    max_schemas: PositiveInt = 256  # of Prompt Cache
-    max_workflows: PositiveInt = 1024  # with declared step graphs
-    max_workflow_tokens: NonNegativeInt = 1 << 20  # tokens of messages kept for later requests, of all workflows
-    max_stored_responses: NonNegativeInt = 1024  # of /v1/responses with `store`; the oldest are forgotten
-    max_stored_bytes: NonNegativeInt = 256 << 20  # of these responses
+    max_requests: Annotated[PositiveInt, Field(description="Requests at once; more are answered with 429.")] = 256
+    max_sessions: Annotated[PositiveInt, Field(description="Open sessions of choreograph.connect.")] = 256
+    max_schemas: Annotated[PositiveInt, Field(description="Prompt Cache schemas to keep.")] = 256
+    max_workflows: Annotated[PositiveInt, Field(description="Workflows with declared step graphs to keep.")] = 1024
+    max_workflow_tokens: Annotated[
+        NonNegativeInt, Field(description="Tokens of messages kept for later requests, of all workflows.")
+    ] = 1 << 20
+    max_stored_responses: Annotated[
+        NonNegativeInt, Field(description="Responses of /v1/responses to keep; the oldest are forgotten.")
+    ] = 1024
+    max_stored_bytes: Annotated[NonNegativeInt, Field(description="Bytes of these responses.")] = 256 << 20
     # Limits of one request.
     max_choices: PositiveInt = 128  # most answers of one request (`n` times prompts)
-    max_body_bytes: PositiveInt = 16 << 20  # of a request; larger ones are answered with 413
-    # tokens of prompts in a step that also decodes, so that streams go on; None: 192 on a CPU, else no other limit
-    max_prefill_tokens: PositiveInt | None = None
-    request_timeout: Seconds = 600.0  # seconds until a request is cancelled
-    replica_timeout: Seconds = 30.0  # seconds without an answer of any replica after which requests get 503
-    drain_timeout: PositiveInt = 60  # seconds for running requests after SIGTERM
-    cors_origins: tuple[str, ...] = ()  # that browsers may call from; ("*",): all
-    otlp_traces_endpoint: str | None = None  # that takes OpenTelemetry spans over HTTP (extra `otel`); None: no spans
-    tool_parser: ToolParser = "auto"  # form of tool calls; "auto": what the chat template writes
-    thinks: StrictBool | None = None  # the model writes its reasoning in <think> tags; None: as its template says
-    dashboard: StrictBool = False  # serve a page of the server's state at /dashboard (extra `dashboard`)
+    max_body_bytes: Annotated[
+        PositiveInt, Field(description="Largest body of a request; others are answered with 413.")
+    ] = 16 << 20
+    # so that streams go on
+    max_prefill_tokens: Annotated[
+        PositiveInt | None,
+        Field(description="Tokens of prompts in a step that also decodes; by default 192 on a CPU, else no limit."),
+    ] = None
+    request_timeout: Annotated[Seconds, Field(description="Seconds until a request is cancelled.")] = 600.0
+    replica_timeout: Annotated[
+        Seconds, Field(description="Seconds without an answer of any replica until requests get 503.")
+    ] = 30.0
+    drain_timeout: Annotated[PositiveInt, Field(description="Seconds for running requests after SIGTERM.")] = 60
+    cors_origins: Annotated[tuple[str, ...], Field(description="An origin that browsers may call from; * is all.")] = ()
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Field(description="Export OpenTelemetry spans there, as http://localhost:4318/v1/traces (extra `otel`)."),
+    ] = None
+    # "auto": what the chat template writes
+    tool_parser: Annotated[ToolParser, Field(description="Form of tool calls.")] = "auto"
+    # None: as its chat template says
+    thinks: Annotated[StrictBool | None, Field(description="The model reasons in <think> tags.")] = None
+    dashboard: Annotated[
+        StrictBool, Field(description="Serve a page of the server's state at /dashboard (extra `dashboard`).")
+    ] = False
 
     def __post_init__(self) -> None:
         if any(len(key) < 8 for key in self.api_keys):
@@ -78,3 +109,27 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"{path}: holds no API key: write one a line")
     return keys
+
+
+def take_options(config_class: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the fields of a config class from options, and return them."""
+    names = [field.name for field in dataclasses.fields(config_class)]
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def take_engine(options: dict[str, Any]) -> Callable[[], "Engine"]:
+    """Remove an engine's options, and return what loads its models."""
+    from ..api.engine import DEFAULT_MODEL, Engine
+
+    cache, scheduler = CacheConfig(**take_options(CacheConfig, options)), take_options(SchedulerConfig, options)
+    config = EngineConfig(cache=cache, scheduler=SchedulerConfig(**scheduler), **take_options(EngineConfig, options))
+    return partial(
+        Engine.from_pretrained,
+        options.pop("model", DEFAULT_MODEL),
+        dtype=options.pop("dtype", "auto"),
+        device=options.pop("device", "cpu"),
+        config=config,
+        adapters=options.pop("adapter", {}),
+        models=options.pop("sibling", {}),
+        layer_reuse=options.pop("layer_reuse", {}),
+    )

@@ -210,7 +210,7 @@ class ChatRenderer:
         if not self.knows_tools:
             chat = tools_as_text(chat, tools)
         native_tools = list(tools) if tools and self.knows_tools else None
-        options = {"tools": native_tools, "variables": variables}
+        options: dict[str, Any] = {"tools": native_tools, "variables": variables}
         if continue_final_message:
             chat, rendered = self._render_open(chat, param, options)
         else:

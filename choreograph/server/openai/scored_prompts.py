@@ -57,7 +57,7 @@ def prompt_logprobs_of(
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`."""
     text_of = cache(lambda token: label(token_bytes.of(token)))  # the likeliest tokens are often the same
-    return [item and _by_token(_with_top(item, num_top), text_of) for item in scores]
+    return [None if item is None else _by_token(_with_top(item, num_top), text_of) for item in scores]
 
 
 def _by_token(item: TokenLogprob, text_of: Callable[[int], str]) -> dict[str, Any]:
