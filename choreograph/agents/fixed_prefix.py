@@ -27,7 +27,7 @@ class FixedPrefix:
     """
 
     def __init__(self, session: Session) -> None:
-        self._core, self._mode = session._core, session.mode
+        self._core, self._mode = session.core, session.mode
         self._marks: dict[int, tuple[Request, int | None]] = {}  # by message ID: end of the fixed part; None: all
         self._unresolved: dict[int, tuple[Request, int | None]] = {}  # marks whose message has no key yet
         self._parts: dict[bytes, FixedPart] = {}

@@ -15,9 +15,9 @@ from typing import Any
 
 from fastapi import Request
 
-from ..api.kv_export import KVSnapshot, copy_kv, try_copy_kv
 from ..errors import LostContextError
 from ..kv_cache.tiers import as_bytes
+from ..messages.kv_export import KVSnapshot, copy_kv, try_copy_kv
 from ..request.request import RequestState
 from ..server.engine_thread import ChoiceUpdate
 from ..server.openai.chat_prompt import Segment
@@ -307,7 +307,7 @@ class MessageFetcher:
                 keys = [name for name in message.content_keys if store.find(key, name, allow_partial=False) is None]
                 if not any((content, 0) in keys for content in contents):
                     continue  # another request has stored it, or it was not asked for
-                imported = workflow.session._variants.import_encoded(message.tokens, item.snapshot, item.load)
+                imported = workflow.session.import_encoded(message.tokens, item.snapshot, item.load)
                 if imported is not None:
                     store.add(key, imported, None, keys)
                     num_tokens += len(message.tokens)

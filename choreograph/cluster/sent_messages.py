@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..api.kv_export import KVSnapshot
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.pool import KVPool
 from ..kv_cache.tiers import TransferOps, checksum, write_layer
+from ..messages.kv_export import KVSnapshot
 from ..server.reuse.message_store import MessageKey
 
 TIMEOUT = 5.0  # seconds that a transfer may take at most

@@ -80,7 +80,7 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
     lengths = parent_lengths(request)
     check_positions(request, lengths, model_info.max_positions)
     positions, request.position = resolve_offsets(lengths, request.offsets, request.new_offset)
-    request.parent_positions = request.repaired_positions or positions
+    request.parent_positions = request.parent_positions or positions  # set if a feature has replaced the parents
     starts = [token_range[0] if token_range else 0 for token_range in request.parent_slices]
     num_layers = len(cache_manager.pool.keys)
     kv_slices = tuple(
@@ -90,14 +90,15 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
     )
     if not model_info.supports_shift:
         _check_unshifted(kv_slices, model_info.name)
-    if request.is_decode or request.observer is not None:
+    if request.is_decode or request.hook is not None:
         return Placement(list(request.prompt), request.position, kv_slices)
     namespace = namespace_of(request, model_info)
-    if request.computed_layers is not None and request.source is not None:
-        if not request.computed_layers:
-            return Placement(list(request.prompt), request.position, (), cached_entry=request.source.entry)
-        kv_slices += (KVSlice(request.source.entry, 0, 0, request.position, frozenset()),)  # provides the hidden states
-        namespace = replace(namespace, layers=request.computed_layers)
+    copy = request.reencoding
+    if copy is not None and copy.layers is not None:
+        if not copy.layers:
+            return Placement(list(request.prompt), request.position, (), cached_entry=copy.source.entry)
+        kv_slices += (KVSlice(copy.source.entry, 0, 0, request.position, frozenset()),)  # provides the hidden states
+        namespace = replace(namespace, layers=copy.layers)
     key = content_hash(namespace, request.prompt, request.position, kv_slices)
     return Placement(list(request.prompt), request.position, kv_slices, key, cache_manager.lookup(key))
 
@@ -129,12 +130,12 @@ def parent_slices(
     A partial prefill has its own entry in the computed layers, those of its source in the others.
     """
     layers: frozenset[int] | None = None  # all
-    while parent.computed_layers is not None and parent.source is not None:
+    while parent.reencoding is not None and parent.reencoding.layers is not None:
         layers = frozenset(range(num_layers)) if layers is None else layers
-        own = layers & parent.computed_layers
+        own = layers & parent.reencoding.layers
         if own:
             yield KVSlice(parent.entry, token_start, num_tokens, position, own)
-        parent, layers = parent.source, layers - own
+        parent, layers = parent.reencoding.source, layers - own
     assert parent.entry.computed_layers is None, "a partial KV entry is used in all layers"
     if missing := parent.entry.missing_layers if layers is None else parent.entry.missing_layers & layers:
         raise InvalidRequestError(f"parent {parent.id} came without layers {sorted(missing)}: use a variant of it")

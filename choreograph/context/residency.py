@@ -8,10 +8,9 @@ capacity that a recomputation needs, they are evicted and loaded again afterward
 of times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..core.scheduler import Scheduler
 from ..errors import CacheBusyError, CacheFullError, LostContextError, RequestFailedError, RequestTooLargeError
 from ..kv_cache.allocation import grow_entry
 from ..kv_cache.entry import KVEntry, KVSlice
@@ -34,8 +33,21 @@ class _Frame:
 class ContextLoader:
     """Loader of the context of one request at a time."""
 
-    def __init__(self, cache_manager: KVCacheManager, scheduler: Scheduler, max_positions: int) -> None:
-        self._cache_manager, self._scheduler, self._max_positions = cache_manager, scheduler, max_positions
+    def __init__(
+        self,
+        cache_manager: KVCacheManager,
+        max_positions: int,
+        is_idle: Callable[[], bool],
+        start_recompute: Callable[[KVEntry], None],
+    ) -> None:
+        """Create a loader.
+
+        Args:
+            is_idle: returns whether no request is running, whose end would free pages.
+            start_recompute: computes a discarded entry again in its newly allocated pages.
+        """
+        self._cache_manager, self._max_positions = cache_manager, max_positions
+        self._is_idle, self._start_recompute = is_idle, start_recompute
         self.request_id: int | None = None  # request whose context is collected
         self._retries_left = 0
         self._acquired: dict[int, KVEntry] = {}
@@ -160,7 +172,7 @@ class ContextLoader:
 
     def _yield_pages(self, stack: Sequence[_Frame]) -> bool:
         """Release acquired entries whose pages a recomputation needs first."""
-        if not self._retries_left or self._scheduler.running:
+        if not self._retries_left or not self._is_idle():
             return False
         needed_ids = {e.id for e in stack[-1].needed} | {frame.target.id for frame in stack if frame.target is not None}
         deferred = [
@@ -180,7 +192,7 @@ class ContextLoader:
             return
         grow_entry(self._cache_manager, frame.target, len(frame.target.tokens))
         try:
-            self._scheduler.add_recompute(frame.target)  # acquires its own context
+            self._start_recompute(frame.target)  # acquires its own context
         except BaseException:
             self._cache_manager.discard(frame.target)
             raise

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..config import SchedulerConfig
-from ..request.request import DecodeState, Request, RequestState
-from .model_runner import Batch
+from ..request.decode_state import DecodeState
+from ..request.request import Request, RequestState
+from .batch import Batch
 
 NGRAM_SIZES = (3, 2)  # tokens that must match, the first choice first
 MAX_DRAFT_ROWS = 16  # drafted tokens of a step: a step of few rows costs little more than one row
@@ -130,7 +131,7 @@ class Speculator:
             drafter = self._drafters[request] = Drafter(request, messages, self._max_tokens)
         num_slots = len(entry.pages) * entry.page_size - len(entry.tokens)
         num_left = state.max_new_tokens - len(state.tokens)
-        return drafter.propose(state, min(num_slots - len(request.footer), num_left) - 1)
+        return drafter.propose(state, min(num_slots - len(state.footer), num_left) - 1)
 
     def _message(self, request: Request, token_range: tuple[int, int] | None) -> VisibleMessage:
         index = self._indexes.get(request)

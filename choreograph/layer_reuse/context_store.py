@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..api.engine import Engine
-from ..api.kv_export import resident
-from ..api.message import Message, MessageSlice, unwrap_slice
+from ..api.message import Message
 from ..errors import InvalidRequestError
-from ..features.cross_model import LayerPattern
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.pool import LayerKeyValues
+from ..layer_pattern import LayerPattern
+from ..messages.handle import MessageSlice, unwrap_slice
+from ..messages.kv_export import resident
 
 if TYPE_CHECKING:
     from torch import Tensor

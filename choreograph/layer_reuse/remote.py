@@ -22,18 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api.call import Call, Offsets, PromptInput
 from ..api.engine import Engine
-from ..api.kv_export import cancel_reservation, reserve, resident, start_remote_load
-from ..api.message import Message, MessageSlice
-from ..api.session import PromptInput, Session
-from ..api.validation import Offsets, check_choreographed
+from ..api.message import Message
+from ..api.session import Session
 from ..attention.metadata import AttentionSpec
 from ..attention.rope import rotate
 from ..errors import CacheFullError, ConfigError, InvalidRequestError, ModelError, WrongSessionError
-from ..features.cross_model import LayerPattern, TransferLoad, parse_layer_pattern
+from ..features.layer_variants import submit_remote
+from ..features.other_models import TransferLoad
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.tiers import TransferOps
 from ..kv_cache.transfer import Transfer, make_executor
+from ..layer_pattern import LayerPattern, parse_layer_pattern
+from ..messages.handle import MessageSlice
+from ..messages.kv_export import cancel_reservation, reserve, resident, start_remote_load
 from ..models.model_set import REMOTE_SUFFIX
 from ..outputs import BASE_MODEL
 from .context_store import ContextStore, context_hash
@@ -215,14 +218,16 @@ class RemoteSender:
                 whose selector chooses when the prefill is admitted.
             model: the receiver, one of the engine's models; None for the session's.
         """
-        check_choreographed(session.mode)
+        if session.mode != "choreographed":
+            raise InvalidRequestError(f"mode={session.mode!r} has no partial prefill: use mode='choreographed'")
         core, num_layers = self._engine.core, self._engine.model_info.layers
-        if session._core is not core:
+        if session.core is not core:
             raise WrongSessionError("session of another engine: use a session of the engine that the link was made for")
-        message = session._build_prefill(tokens, parents, offsets, new_offset, model)
-        core.cross_model_reuse.check_pair(message.model, self.name)
+        draft = session.build(Call("prefill", tokens, parents, offsets, new_offset, {"model": model}))
+        receiver, pairs = draft.request.model, self._engine.other_models
+        pairs.check_pair(receiver, self.name)
         if pattern is None:
-            pattern = core.cross_model_reuse.fixed_pattern(message.model, self.name, message._request)
+            pattern = pairs.fixed_pattern(receiver, self.name, draft.request)
         if pattern is not None:
             pattern, pool = parse_layer_pattern(pattern).check(num_layers), core.cache_manager.pool
             is_partial = len(pattern.layers) < num_layers
@@ -230,10 +235,11 @@ class RemoteSender:
                 pattern.layers <= pool.partial_layers and pattern.entry_layers <= pool.hidden.keys()
             ):
                 raise ConfigError(
-                    f"pattern {pattern}: call "
-                    f"engine.enable_layer_reuse({message.model!r}, {self.name!r}, pattern=...) first"
+                    f"pattern {pattern}: call engine.enable_layer_reuse({receiver!r}, {self.name!r}, pattern=...) first"
                 )
-        return session._variants.submit_remote(message, self.name, lambda c: _LinkedContext(self, c), pattern)
+        message = submit_remote(session, draft, self.name, lambda c: _LinkedContext(self, c), pattern)
+        assert isinstance(message, Message)
+        return message
 
     # -- the channel ----------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as dump_tensors
 
-from ..api.kv_export import KVSnapshot
 from ..errors import CacheFileError, ConfigError
+from ..messages.kv_export import KVSnapshot
 from ..utils import atomic_write, atomic_write_text
 
 

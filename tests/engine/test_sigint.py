@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
 from choreograph.core.core import EngineCore
@@ -151,7 +152,7 @@ def test_a_step_that_is_interrupted_is_whole(owner, name, monkeypatch):
 
 def test_an_interrupted_model_is_its_owners_as_before(monkeypatch):
     engine = tiny_models.engine()
-    model = engine.core.hf_model.model
+    model = inspect(engine).model
     before, forward = model.config._attn_implementation, type(model).forward
     with engine.session() as session:
         message = session.prefill([1, 2, 3])

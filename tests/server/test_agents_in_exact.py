@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from helpers.inspect_engine import inspect
 from helpers.live_server import make_engine, serving
 
 from choreograph.server.reuse import agent_tracking
@@ -262,7 +263,7 @@ def test_workflows_that_are_tracked_are_bounded_for_each_tenant(guarded, monkeyp
     assert len(sessions) == 2  # nothing is kept of the first tenant's prompt, whose fixed part is marked
     monkeypatch.setattr(agent_tracking, "IDLE_SECONDS", -1.0)
     assert ask_as(guarded, KEYS[1], "w9", "reader", reuse="messages") == 200
-    assert len(sessions) == 0 and guarded.engine.core.cache_manager.hints.num_sources == 1  # that of the messages
+    assert len(sessions) == 0 and inspect(guarded.engine).hints.num_sources == 1  # that of the messages
 
 
 @pytest.mark.parametrize("reuse", ["exact", "messages"])

@@ -96,6 +96,13 @@ SNAPSHOT_FORMAT = "choreograph-kv-1"
 _SAVED_FIELDS = ("base_position", "model_hash", "content_hash", "checksum")
 
 
+def wait_encoded(core: EngineCore, request: Request) -> None:
+    """Run the engine until the KV of every token is computed."""
+    core.run_until(
+        request, lambda: request.tokens_final and request.entry is not None and request.entry.is_materialized
+    )
+
+
 def attach_entry(core: EngineCore, request: Request, entry: KVEntry) -> None:
     """Complete a request that was never queued with an existing KV entry."""
     with core.lock:
@@ -104,7 +111,7 @@ def attach_entry(core: EngineCore, request: Request, entry: KVEntry) -> None:
         request.entry, request.state = entry, RequestState.RUNNING
         core.cache_manager.acquire(entry, request.message_owner)
         request.usage = Usage(cached_tokens=len(request.prompt))
-        core.finish(request, RequestState.DONE, "cached")
+        core.lifecycle.finish(request, RequestState.DONE, "cached")
 
 
 def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
@@ -123,7 +130,7 @@ def copy_kv(core: EngineCore, request: Request, *, with_inputs: bool = False) ->
         raise InvalidRequestError(
             f"message {request.id} was computed in {request.mode} mode, where KV entries belong to whole prompts"
         )
-    if request.computed_layers is not None:
+    if request.layers is not None:
         raise InvalidRequestError(
             f"message {request.id} was computed in some layers only: export the message it comes from"
         )
@@ -139,7 +146,7 @@ def try_copy_kv(core: EngineCore, request: Request) -> KVSnapshot | None:
     is whole if the list is the same afterwards. None if it is not, or if the KV entry is not complete in CPU memory.
     """
     entry, pool = request.entry, core.cache_manager.pool
-    if request.mode != "choreographed" or request.computed_layers is not None or request.released or entry is None:
+    if request.mode != "choreographed" or request.layers is not None or request.released or entry is None:
         return None
     if pool.keys[0].device.type != "cpu" or not request.tokens_final or entry.is_aliased:
         return None
