@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from ...api.call import PROMPT_NAMES
 from ...api.chat import EncodedTurn, Turn
 from ...api.message import Message
 from ...api.session import Session
@@ -84,9 +85,8 @@ class RemoteSessions:
                 code="too_many_sessions",
             )
         model = BASE_MODEL if body.model == self._service.model_name else body.model
-        options = {"repair": body.repair, "max_kl": body.max_kl, **body.guard}
         session = self._service.engine.session(
-            mode=body.mode, seed=body.seed, client_id=Client(tenant, UNSALTED), model=model, **options
+            mode=body.mode, seed=body.seed, client_id=Client(tenant, UNSALTED), model=model, **body.options
         )
         session_id = uuid.uuid4().hex
         self._sessions[tenant, session_id], self._messages[tenant, session_id] = session, {}
@@ -115,7 +115,9 @@ class RemoteSessions:
         self.get(tenant, session_id)
         message = self._messages[tenant, session_id].get(message_id)
         if message is None:
-            raise ApiError(404, f"message {message_id} was released", code="MessageReleasedError")
+            raise ApiError(
+                404, f"message {message_id} was released: keep it until its last use", code="MessageReleasedError"
+            )
         return message
 
     def encode(self, tenant: str, session_id: str, body: CallsBody) -> list[EncodedCall]:
@@ -167,12 +169,12 @@ class RemoteSessions:
         if len(messages) + len(body.calls) > MAX_MESSAGES:
             raise ApiError(400, f"a session holds at most {MAX_MESSAGES} messages: release some", code="ConfigError")
         self._check_queue(tenant, len(body.calls))
-        kind = body.calls[0].kind
-        if any(call.kind != kind for call in body.calls):
-            raise ApiError(400, "calls: use calls of one kind", code="InvalidRequestError")
-        agent, tracker = body.calls[0].agent, self._trackers[tenant, session_id]
-        if any(call.agent != agent for call in body.calls):
-            raise ApiError(400, "agent: use calls of one agent", code="InvalidRequestError")
+        for name in ("kind", "agent"):
+            values = list(dict.fromkeys(getattr(call, name) for call in body.calls))
+            if len(values) > 1:
+                raise InvalidRequestError(f"calls: of several values of {name}, {values}: send each in its own request")
+        kind, agent = body.calls[0].kind, body.calls[0].agent
+        tracker = self._trackers[tenant, session_id]
         turn = nullcontext() if agent is None or tracker is None else tracker.agent(agent)
         if any(call.prompt_schema is not None for call in body.calls):
             with turn:
@@ -198,11 +200,14 @@ class RemoteSessions:
         call = body.calls[0]
         given = call.model_dump(exclude_defaults=True).keys()
         if len(body.calls) > 1 or not given <= SCHEMA_FIELDS or call.kind != "decode":
-            raise ApiError(
-                400, "schema: submit one decode, without parents or options of them", code="InvalidRequestError"
+            others = sorted(given - SCHEMA_FIELDS) or "nothing else"
+            raise InvalidRequestError(
+                f"schema: {len(body.calls)} calls, a {call.kind} with {others}: submit one decode, without parents or "
+                "options of them"
             )
         if call.prompt_schema is None or not isinstance(call.tokens, str):
-            raise ApiError(400, "schema: the prompt is one PML text", code="InvalidRequestError")
+            kind = type(call.tokens).__name__
+            raise InvalidRequestError(f"schema={call.prompt_schema!r}: the prompt is a {kind}: give one PML text")
         cache, sampling = self._service.schemas.cache_of(prompt), self._sampling(call)
         return cache.generate(session, prompt.resolved, sampling=sampling, forced_tokens=call.forced_tokens)
 
@@ -212,12 +217,17 @@ class RemoteSessions:
             message = self.message(tenant, session_id, parent.id)
             is_slice = parent.start is not None and parent.stop is not None
             parents.append(MessageSlice(message, parent.start or 0, parent.stop or 0) if is_slice else message)
-        arguments: dict[str, Any] = {"parents": parents, "offsets": call.offsets, "new_offset": call.new_offset}
-        arguments |= {"model": call.model, "kv_reuse": call.kv_reuse, "repair": call.repair, **call.guard}
-        if call.kind == "prefill":
-            return {"tokens": encoded.prompt, **arguments}
-        arguments |= {"sampling": self._sampling(call), "forced_tokens": call.forced_tokens}
-        return {"header": encoded.prompt, "footer": encoded.footer, **arguments}
+        arguments = {
+            PROMPT_NAMES[call.kind]: encoded.prompt,
+            "parents": parents,
+            "offsets": call.offsets,
+            "new_offset": call.new_offset,
+            **call.options,
+        }
+        if call.sampling is not None:
+            arguments["sampling"] = self._sampling(call)
+        own = {"footer": encoded.footer, "forced_tokens": call.forced_tokens}
+        return arguments | {name: value for name, value in own.items() if value is not None}
 
     def release(self, tenant: str, session_id: str, message_id: str) -> None:
         self.message(tenant, session_id, message_id).release()
@@ -329,7 +339,8 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
     @router.post("")
     async def open_session(body: SessionBody, tenant: str = tenant_dependency) -> dict[str, Any]:
         """Open a session."""
-        return {"id": await run(lambda: sessions.open(tenant, body), tenant)}
+        session_id = await run(lambda: sessions.open(tenant, body), tenant)
+        return {"id": session_id, "options": list(service.engine.core.features.parsers)}
 
     @router.delete("/{session_id}")
     async def close_session(session_id: str, tenant: str = tenant_dependency) -> dict[str, Any]:
@@ -363,7 +374,7 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         message = await run(lambda: sessions.message(tenant, session_id, message_id), tenant, session_id)
         if message.kind != "decode":
             raise ApiError(
-                400, f"message {message_id} is a prefill: only a decode generates", code="InvalidRequestError"
+                400, f"message {message_id} is a prefill: read its values instead", code="InvalidRequestError"
             )
 
         async def lines() -> AsyncIterator[str]:
