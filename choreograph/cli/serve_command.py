@@ -45,7 +45,7 @@ def _parameter(field: "dataclasses.Field[Any]", annotation: Any) -> inspect.Para
         decls = [f"--{name.replace('_', '-')}"]
     elif field.default not in (None, False):
         settings["help"] += f" (default: {field.default})"
-    option: Any = Annotated[kind | None, typer.Option(*decls, **settings)]  # type: ignore[valid-type]
+    option: Any = Annotated[kind | None, typer.Option(*decls, **settings)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
 
 

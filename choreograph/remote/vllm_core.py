@@ -18,6 +18,7 @@ from ..events import EventBus
 from ..namespace import Client
 from ..outputs import BASE_MODEL, FinishReason, Usage
 from ..request.request import Request, RequestState, wrap_error
+from ..vllm.reuse_params import transfer_params
 from .vllm_client import Completion, ServerRefusedError, VllmClient, control_body, identity
 from .vllm_entries import (
     ContextPlan,
@@ -468,7 +469,7 @@ class VllmCore:
         with self.lock:
             released = self._released.pop(namespace, [])
         body = {**identity(*namespace), "prompt": prompt, "return_token_ids": True, **fields}
-        body["kv_transfer_params"] = {"choreograph": {**params, **({"release": released} if released else {})}}
+        body |= transfer_params({**params, **({"release": released} if released else {})})
         if request.priority:
             body["priority"] = request.priority
         try:

@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
-from .api_errors import ApiError, prompt_too_long, to_api_error
+from .api_errors import ApiError, context_exceeded, to_api_error
 
 MAX_CONTAINERS = 1 << 16  # objects and lists of one body
 MAX_VALUES = 1 << 20  # members and elements of one body, such as token ids
@@ -191,7 +191,7 @@ def _read_body(body: bytes, field: Any, max_items: int) -> Any:
     parsed = parse_body(body)
     for name, items in parsed.items() if isinstance(parsed, dict) else ():
         if name in CONTEXT_FIELDS and isinstance(items, list) and len(items) > max_items:
-            raise prompt_too_long(max_items, name, f"{len(items):,} items")
+            raise context_exceeded(max_items, name, f"sent {len(items):,} items, which have more")
     value, errors = field.validate(parsed, {}, loc=("body",))
     if errors:
         raise to_api_error(RequestValidationError(errors, body=parsed))

@@ -126,23 +126,17 @@ class RunningRequest:
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts, and ours."""
         counts, spec = self.counts, self.spec
-        num_prompt, num_generated = counts.cached + counts.computed, sum(self.num_generated)
+        num_generated = sum(self.num_generated)
         return {
-            "prompt_tokens": num_prompt,
+            "prompt_tokens": counts.total,
             "completion_tokens": num_generated,
-            "total_tokens": num_prompt + num_generated,
+            "total_tokens": counts.total + num_generated,
             "prompt_tokens_details": {"cached_tokens": counts.cached},
             "choreography": {
                 "reuse": spec.reuse,
                 "workflow": spec.key.workflow,
                 "agent": spec.agent,
-                "prefix_tokens": counts.prefix,
-                "message_tokens": counts.message,
-                "quoted_tokens": counts.quoted,
-                "remote_tokens": counts.remote,
-                "other_model_tokens": counts.other_model,
-                "computed_tokens": counts.computed,
-                "repaired_tokens": counts.repaired,
+                **counts.fields(),
             },
         }
 

@@ -215,13 +215,19 @@ class InferenceService:
         length = max(len(prompt.tokens) + len(prompt.footer) for prompt in prompts)
         available = self.max_model_len - length
         if available < (requested or 1):
-            raise context_exceeded(length, requested or 1, self.max_model_len, param)
+            raise self.too_long(length, requested, param)
         if requested is not None or self.config.max_tokens is None:
             return requested
         # every part of a context ends in a page of its own
         num_parts = max(len(prompt.segments) for prompt in prompts) + 3
         available = max(1, min(available, self._capacity - length - num_parts * self._page_size))
         return min(self.config.max_tokens, available)
+
+    def too_long(self, num_prompt: int, requested: int | None, param: str) -> ApiError:
+        """Return the error of a prompt that leaves no place for its answer."""
+        total, output = num_prompt + (requested or 1), requested or 1
+        parts = f"requested {total} tokens ({num_prompt} in the prompt, {output} in the completion)"
+        return context_exceeded(self.max_model_len, param, parts)
 
     def fit_pages(self, prompt: ChatPrompt, num_generated: int) -> ChatPrompt:
         """Return a chat whose messages fit into the cache's pages.

@@ -88,6 +88,17 @@ class ReuseParams(_Params):
         return self
 
 
+def transfer_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of a request that asks for reuse, for clients of the connector."""
+    return {"kv_transfer_params": {FIELD: dict(params)}}
+
+
+def report_of(answer: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the connector says in an answer; None if nothing."""
+    report: dict[str, Any] | None = (answer.get("kv_transfer_params") or {}).get(FIELD)
+    return report
+
+
 def parse_params(params: Any) -> ReuseParams:
     """Return the reuse that `kv_transfer_params` ask for.
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...api.chat import ChatTemplate, Turn
 from ...errors import ConfigError, InvalidRequestError
 from ...models.template_sandbox import ChatRejectedError, RenderedChat, TemplateLimitError
-from ..api_errors import prompt_too_long
+from ..api_errors import context_exceeded
 from .chat_turns import ChatTurn, ChatTurnDict, SystemTurns, foldings, parse_arguments, tools_as_text
 
 _TOOL_NAME, _PROBES = "choreograph_probe", ("choreograph probe", "choreograph sample")
@@ -155,7 +155,7 @@ class ChatRenderer:
             ApiError: if the chat has too many messages.
         """
         if len(messages) > max_tokens:
-            raise prompt_too_long(max_tokens, param, f"{len(messages):,} messages")
+            raise context_exceeded(max_tokens, param, f"sent {len(messages):,} messages, which have more")
 
     def tokenize(
         self, text: str, *, opening: bool = False, max_tokens: int | None = None, param: str = "prompt"
@@ -170,9 +170,14 @@ class ChatRenderer:
         Raises:
             ApiError: if the text is too long.
         """
-        if max_tokens is not None and self._template.is_longer(text, max_tokens):
-            raise prompt_too_long(max_tokens, param, f"a text of {len(text):,} characters")
+        if max_tokens is not None:
+            self.check_length(text, max_tokens, param)
         return self._template.encode_text(text, opening=opening)
+
+    def check_length(self, text: str, max_tokens: int, param: str) -> None:
+        """Refuse a text that certainly has too many tokens, without tokenizing all of it."""
+        if self._template.is_longer(text, max_tokens):
+            raise context_exceeded(max_tokens, param, f"sent a text of {len(text):,} characters, which has more")
 
     def prompt(
         self,

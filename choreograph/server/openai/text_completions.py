@@ -6,7 +6,6 @@ from typing import Any
 from fastapi import Request
 
 from ...errors import InvalidRequestError
-from ..api_errors import context_exceeded
 from ..reuse.agent_tracking import agent_step
 from ..running_request import GenerationSpec
 from ..service import InferenceService
@@ -57,7 +56,7 @@ def prepare(
         if not tokens:
             raise InvalidRequestError("prompt: is empty: give at least one token")
         if len(tokens) > service.max_model_len:  # before the next one is tokenized
-            raise context_exceeded(len(tokens), body.max_tokens or 1, service.max_model_len, "prompt")
+            raise service.too_long(len(tokens), body.max_tokens, "prompt")
         text = prompt if isinstance(prompt, str) else service.engine.tokenizer.decode(prompt) if body.echo else ""
         prompts.append(ChatPrompt(list(tokens), header=list(tokens), header_text=text if body.echo else ""))
     check_scored_size(service, body, prompts, body.n or 1)

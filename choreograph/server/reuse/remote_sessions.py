@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -24,7 +24,7 @@ from ...namespace import UNSALTED, Client
 from ...outputs import BASE_MODEL, TokenLogprob
 from ...request.request import RequestState
 from ...sampling_params import SamplingParams
-from ..api_errors import ApiError, overloaded, prompt_too_long, to_api_error
+from ..api_errors import ApiError, overloaded, to_api_error
 from ..body_types import MAX_TOP_LOGPROBS
 from ..dashboard.request_log import SESSION
 from ..engine_thread import Generation
@@ -58,6 +58,16 @@ class EncodedCall(NamedTuple):
     footer: list[int] | EncodedTurn | None = None
 
 
+@dataclass
+class OpenSession:
+    """Session of a client."""
+
+    session: Session
+    tracker: AgentTracker | None  # of the agents
+    messages: dict[str, Message] = field(default_factory=dict)  # unreleased ones by id
+    used: float = field(default_factory=time.monotonic)  # seconds, of the last call
+
+
 class RemoteSessions:
     """Open sessions by tenant and id; used in the engine's thread.
 
@@ -67,15 +77,12 @@ class RemoteSessions:
 
     def __init__(self, service: InferenceService) -> None:
         self._service, self._max_sessions = service, service.share.sessions
-        self._sessions: dict[tuple[str, str], Session] = {}
-        self._used: dict[tuple[str, str], float] = {}  # time.monotonic() of the last call
-        self._messages: dict[tuple[str, str], dict[str, Message]] = {}  # unreleased ones by id
+        self._sessions: dict[tuple[str, str], OpenSession] = {}
         self._unfinished: dict[str, list[Message]] = {}  # calls of each tenant
-        self._trackers: dict[tuple[str, str], AgentTracker | None] = {}  # of the agents
 
     def open(self, tenant: str, body: SessionBody) -> str:
         now = time.monotonic()
-        for key in [key for key, used in self._used.items() if now - used > IDLE_SECONDS]:
+        for key in [key for key, session in self._sessions.items() if now - session.used > IDLE_SECONDS]:
             self.close(*key)
         if sum(owner == tenant for owner, _ in self._sessions) >= self._max_sessions:
             raise ApiError(
@@ -88,32 +95,33 @@ class RemoteSessions:
         session = self._service.engine.session(
             mode=body.mode, seed=body.seed, client_id=Client(tenant, UNSALTED), model=model, **body.options
         )
-        session_id = uuid.uuid4().hex
-        self._sessions[tenant, session_id], self._messages[tenant, session_id] = session, {}
         tracker = self._service.planner.store.track(tenant, body.workflow or "", session)
-        self._trackers[tenant, session_id] = tracker
-        self._used[tenant, session_id] = now
+        session_id = uuid.uuid4().hex
+        self._sessions[tenant, session_id] = OpenSession(session, tracker)
         return session_id
 
     def close(self, tenant: str, session_id: str) -> None:
-        self.get(tenant, session_id).close()
-        for table in (self._sessions, self._used, self._messages, self._trackers):
-            del table[tenant, session_id]
+        self.get(tenant, session_id).session.close()
+        del self._sessions[tenant, session_id]
 
     def close_all(self) -> None:
         for key in list(self._sessions):
             self.close(*key)
 
-    def get(self, tenant: str, session_id: str) -> Session:
+    def get(self, tenant: str, session_id: str) -> OpenSession:
         session = self._sessions.get((tenant, session_id))
         if session is None:
             raise ApiError(404, f"session {session_id} is not open: open a new one", code="SessionClosedError")
-        self._used[tenant, session_id] = time.monotonic()
+        session.used = time.monotonic()
         return session
 
+    def messages(self, tenant: str, session_id: str) -> dict[str, Message]:
+        """Return the messages of a session by id; none if it is not open."""
+        session = self._sessions.get((tenant, session_id))
+        return {} if session is None else session.messages
+
     def message(self, tenant: str, session_id: str, message_id: str) -> Message:
-        self.get(tenant, session_id)
-        message = self._messages[tenant, session_id].get(message_id)
+        message = self.get(tenant, session_id).messages.get(message_id)
         if message is None:
             raise ApiError(
                 404, f"message {message_id} was released: keep it until its last use", code="MessageReleasedError"
@@ -122,8 +130,7 @@ class RemoteSessions:
 
     def encode(self, tenant: str, session_id: str, body: CallsBody) -> list[EncodedCall]:
         """Tokenize the texts of calls; runs in a worker thread."""
-        messages = self._messages.get((tenant, session_id), {})
-        result = []
+        messages, result = self.messages(tenant, session_id), []
         for call in body.calls:
             if call.prompt_schema is not None and isinstance(call.tokens, str):
                 result.append(EncodedCall(self._service.schemas.resolve(tenant, call.prompt_schema, call.tokens)))
@@ -145,11 +152,10 @@ class RemoteSessions:
         service, template = self._service, require_chat_template(self._service.engine.chat)
         if isinstance(prompt, list):
             return prompt
-        text = prompt if isinstance(prompt, str) else prompt.text
-        if template.is_longer(text, service.max_model_len):
-            raise prompt_too_long(service.max_model_len, "tokens", f"a text of {len(text):,} characters")
         if isinstance(prompt, str):
-            return template.encode_text(prompt, opening=is_first and bool(prompt))
+            limit, opening = service.max_model_len, is_first and bool(prompt)
+            return service.renderer.tokenize(prompt, opening=opening, max_tokens=limit, param="tokens")
+        service.renderer.check_length(prompt.text, service.max_model_len, "tokens")
         turn = Turn(**prompt.model_dump())
         options = {"opening": is_first and turn.opening, "after_system": follows_system_turn(tuple(parents))}
         if kind == "prefill":
@@ -165,7 +171,8 @@ class RemoteSessions:
         Args:
             encoded: texts of the calls, from `encode`.
         """
-        session, messages = self.get(tenant, session_id), self._messages[tenant, session_id]
+        opened = self.get(tenant, session_id)
+        session, messages = opened.session, opened.messages
         if len(messages) + len(body.calls) > MAX_MESSAGES:
             raise ApiError(400, f"a session holds at most {MAX_MESSAGES} messages: release some", code="ConfigError")
         self._check_queue(tenant, len(body.calls))
@@ -174,8 +181,7 @@ class RemoteSessions:
             if len(values) > 1:
                 raise InvalidRequestError(f"calls: of several values of {name}, {values}: send each in its own request")
         kind, agent = body.calls[0].kind, body.calls[0].agent
-        tracker = self._trackers[tenant, session_id]
-        turn = nullcontext() if agent is None or tracker is None else tracker.agent(agent)
+        turn = nullcontext() if agent is None or opened.tracker is None else opened.tracker.agent(agent)
         if any(call.prompt_schema is not None for call in body.calls):
             with turn:
                 submitted = [self._generate(tenant, session, body, encoded[0].prompt)]
@@ -231,11 +237,11 @@ class RemoteSessions:
 
     def release(self, tenant: str, session_id: str, message_id: str) -> None:
         self.message(tenant, session_id, message_id).release()
-        del self._messages[tenant, session_id][message_id]
+        del self.messages(tenant, session_id)[message_id]
 
     def message_names(self, tenant: str, session_id: str) -> dict[int, str]:
         """Return the ids of a session's messages by those of the engine."""
-        messages = list(self._messages.get((tenant, session_id), {}).items())  # a copy: another thread adds some
+        messages = list(self.messages(tenant, session_id).items())  # a copy: another thread adds some
         return {message.id: message_id for message_id, message in messages}
 
     async def pieces(self, message: Message) -> AsyncIterator[str]:
@@ -270,7 +276,7 @@ class RemoteSessions:
 
     async def finish(self, tenant: str, session_id: str) -> None:
         """Wait until all messages of a session are complete."""
-        await _finish(list(self._messages.get((tenant, session_id), {}).values()))
+        await _finish(list(self.messages(tenant, session_id).values()))
 
     def _sampling(self, call: CallBody) -> SamplingParams:
         """Return the sampling of a call, with the limits of other requests."""
@@ -411,7 +417,7 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         """Return the summed token counts of a session, whose messages it completes."""
         await run(lambda: sessions.get(tenant, session_id), tenant, session_id)
         await sessions.finish(tenant, session_id)  # reading the usage would run the engine until then
-        usage = await run(lambda: sessions.get(tenant, session_id).usage, tenant, session_id)
+        usage = await run(lambda: sessions.get(tenant, session_id).session.usage, tenant, session_id)
         return asdict(usage)
 
     app.include_router(router)
