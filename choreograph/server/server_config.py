@@ -26,58 +26,55 @@ Seconds = Annotated[float, Field(gt=0)]
 class ServerConfig:
     """Limits, keys and defaults of one server."""
 
-    # each is a tenant with its own cache; empty: no authentication
-    api_keys: Annotated[tuple[str, ...], Field(description="A key that clients may use; each is a tenant.")] = ()
-    # of the base model; None: its own name
-    served_model_name: Annotated[str | None, Field(description="Name of the model in requests.")] = None
-    reuse: Annotated[ReuseMode, Field(description="Reuse of requests that choose none.")] = "exact"
-    # None: unlimited
-    max_kl: Annotated[
-        NonNegativeFloat | None, Field(description="Divergence of requests that give none, in nats a token.")
-    ] = None
-    # 0 learns nothing
-    shadow_calls: Annotated[float, Field(ge=0, le=1, description="Share of calls with such a limit to measure.")] = 0.0
-    # None: what the context leaves
-    max_tokens: Annotated[PositiveInt | None, Field(description="Length of answers whose request gives none.")] = None
+    api_keys: tuple[str, ...] = ()
+    """A key that clients may use; each is a tenant with a cache of its own. Without keys, all may."""
+    served_model_name: str | None = None
+    """Name of the base model in requests; by default its own."""
+    reuse: ReuseMode = "exact"
+    """Reuse of requests that choose none."""
+    max_kl: NonNegativeFloat | None = None
+    """Divergence of requests that give none, in nats a token; by default unlimited."""
+    shadow_calls: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of calls with such a limit to measure; 0 learns nothing."""
+    max_tokens: PositiveInt | None = None
+    """Length of answers whose request gives none; by default what the context leaves."""
     # The following limits are divided by the number of keys: each tenant has an equal share.
-    max_requests: Annotated[PositiveInt, Field(description="Requests at once; more are answered with 429.")] = 256
-    max_sessions: Annotated[PositiveInt, Field(description="Open sessions of choreograph.connect.")] = 256
-    max_schemas: Annotated[PositiveInt, Field(description="Prompt Cache schemas to keep.")] = 256
-    max_workflows: Annotated[PositiveInt, Field(description="Workflows with declared step graphs to keep.")] = 1024
-    max_workflow_tokens: Annotated[
-        NonNegativeInt, Field(description="Tokens of messages kept for later requests, of all workflows.")
-    ] = 1 << 20
-    max_stored_responses: Annotated[
-        NonNegativeInt, Field(description="Responses of /v1/responses to keep; the oldest are forgotten.")
-    ] = 1024
-    max_stored_bytes: Annotated[NonNegativeInt, Field(description="Bytes of these responses.")] = 256 << 20
+    max_requests: PositiveInt = 256
+    """Requests at once; more are answered with 429."""
+    max_sessions: PositiveInt = 256
+    """Open sessions of choreograph.connect."""
+    max_schemas: PositiveInt = 256
+    """Prompt Cache schemas to keep."""
+    max_workflows: PositiveInt = 1024
+    """Workflows with declared step graphs to keep."""
+    max_workflow_tokens: NonNegativeInt = 1 << 20
+    """Tokens of messages kept for later requests, of all workflows."""
+    max_stored_responses: NonNegativeInt = 1024
+    """Responses of /v1/responses to keep; the oldest are forgotten."""
+    max_stored_bytes: NonNegativeInt = 256 << 20
+    """Bytes of these responses."""
     # Limits of one request.
     max_choices: PositiveInt = 128  # most answers of one request (`n` times prompts)
-    max_body_bytes: Annotated[
-        PositiveInt, Field(description="Largest body of a request; others are answered with 413.")
-    ] = 16 << 20
-    # so that streams go on
-    max_prefill_tokens: Annotated[
-        PositiveInt | None,
-        Field(description="Tokens of prompts in a step that also decodes; by default 192 on a CPU, else no limit."),
-    ] = None
-    request_timeout: Annotated[Seconds, Field(description="Seconds until a request is cancelled.")] = 600.0
-    replica_timeout: Annotated[
-        Seconds, Field(description="Seconds without an answer of any replica until requests get 503.")
-    ] = 30.0
-    drain_timeout: Annotated[PositiveInt, Field(description="Seconds for running requests after SIGTERM.")] = 60
-    cors_origins: Annotated[tuple[str, ...], Field(description="An origin that browsers may call from; * is all.")] = ()
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        Field(description="Export OpenTelemetry spans there, as http://localhost:4318/v1/traces (extra `otel`)."),
-    ] = None
-    # "auto": what the chat template writes
-    tool_parser: Annotated[ToolParser, Field(description="Form of tool calls.")] = "auto"
-    # None: as its chat template says
-    thinks: Annotated[StrictBool | None, Field(description="The model reasons in <think> tags.")] = None
-    dashboard: Annotated[
-        StrictBool, Field(description="Serve a page of the server's state at /dashboard (extra `dashboard`).")
-    ] = False
+    max_body_bytes: PositiveInt = 16 << 20
+    """Largest body of a request; others are answered with 413."""
+    max_prefill_tokens: PositiveInt | None = None
+    """Tokens of prompts in a step that also decodes; by default 192 on a CPU, else no limit."""
+    request_timeout: Seconds = 600.0
+    """Seconds until a request is cancelled."""
+    replica_timeout: Seconds = 30.0
+    """Seconds without an answer of any replica until requests get 503."""
+    drain_timeout: PositiveInt = 60
+    """Seconds for running requests after SIGTERM."""
+    cors_origins: tuple[str, ...] = ()
+    """An origin that browsers may call from; * is all."""
+    otlp_traces_endpoint: str | None = None
+    """Export OpenTelemetry spans there, as http://localhost:4318/v1/traces (extra `otel`)."""
+    tool_parser: ToolParser = "auto"
+    """Form of tool calls; auto is what the chat template writes."""
+    thinks: StrictBool | None = None
+    """The model reasons in <think> tags; by default as its chat template says."""
+    dashboard: StrictBool = False
+    """Serve a page of the server's state at /dashboard (extra `dashboard`)."""
 
     def __post_init__(self) -> None:
         if any(len(key) < 8 for key in self.api_keys):
