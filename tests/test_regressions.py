@@ -480,7 +480,7 @@ def test_released_messages_and_forgotten_clients_leave_nothing_behind():
         with engine.session(mode="prefix", client_id=f"client {i}") as session:
             session.decode([1, 2, 3], sampling=GREEDY).result()
     engine.clear_cache()
-    assert not inspect(engine).prefix_trees
+    assert not len(inspect(engine).prefix_tree)
     assert engine.stats().num_unreferenced_entries == 0
 
 
@@ -489,7 +489,7 @@ def test_clients_whose_calls_do_not_fit_leave_nothing_behind():
     for i in range(3):
         with engine.session(mode="prefix", client_id=f"client {i}") as session, pytest.raises(CacheFullError):
             session.decode([1], [session.prefill([2] * 64)], sampling=GREEDY).result()
-    assert not inspect(engine).prefix_trees
+    assert not len(inspect(engine).prefix_tree)
 
 
 def test_ready_calls_take_turns_when_a_step_is_small():

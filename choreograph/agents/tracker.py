@@ -16,7 +16,7 @@ from ..config import check_count
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event
 from ..features.agent_tags import RequestTag, tag_requests
-from ..kv_cache.eviction import EvictionHints
+from ..kv_cache.hints import EvictionHints
 from ..messages.handle import MessageSlice, unwrap_slice
 from ..namespace import Client
 from ..request.request import Request
@@ -121,7 +121,7 @@ class Workflow:
         with self._core.lock:
             self._closed = True
             self._core.cache_manager.hints.update(self, None)
-            self._core.cache_manager.prefetcher.update(self, (), 0)
+            self._core.prefetcher.update(self, (), 0)
             for turn in self._turns:
                 for message_id in turn.unfinished:
                     self._core.events.unwatch(message_id)
@@ -301,8 +301,8 @@ class Workflow:
             if self._max_prefetch and manager.offload_manager.tiers:
                 next_keys = [key for key in expected if expected[key] <= 1]
                 next_keys.sort(key=expected.__getitem__)  # those of running agents first
-                manager.prefetcher.update(self, next_keys, self._max_prefetch)
-                if manager.prefetcher.missing:
+                self._core.prefetcher.update(self, next_keys, self._max_prefetch)
+                if self._core.prefetcher.missing:
                     self._core.prefetch()
 
     def _ephemeral_hints(self) -> dict[bytes, float]:

@@ -20,6 +20,7 @@ from ..features.budget import BudgetedRepair
 from ..features.guard import Guard
 from ..features.other_models import LostParents, OtherModels, PatternSelector
 from ..features.repair.planner import ContextRepair
+from ..kv_cache.eviction import policy_name
 from ..kv_cache.manager import KVCacheManager
 from ..kv_cache.pool import KVPool
 from ..kv_cache.tiers import make_tiers
@@ -209,10 +210,10 @@ class Engine:
         entries = [entry for entry in self.core.cache_manager.entries.values() if entry.owners]
         seen = set(entries)
         for entry in entries:  # grows during iteration
-            for kv_slice in entry.context:
-                if kv_slice.entry not in seen:
-                    seen.add(kv_slice.entry)
-                    entries.append(kv_slice.entry)
+            for read_entry in entry.read_entries:
+                if read_entry not in seen:
+                    seen.add(read_entry)
+                    entries.append(read_entry)
         return any(entry.model == name for entry in entries)
 
     def enable_layer_reuse(
@@ -394,8 +395,11 @@ def _create_cache_manager(
     """
     model_info, cache, tp_group = hf_model.model_info, config.cache, hf_model.tp_group
     if tp_group is not None:
-        shared_config = replace(config, cache=replace(cache, disk_dir=None))
-        tp_group.ensure_equal("options", (shared_config, model_info.layers, model_info.max_positions, model_info.dtype))
+        # representations are compared: that of a function has an address
+        shared_config = replace(config, cache=replace(cache, disk_dir=None, eviction="lru"))
+        shared_options = shared_config, policy_name(cache.eviction)
+        model_options = model_info.layers, model_info.max_positions, model_info.dtype
+        tp_group.ensure_equal("options", (*shared_options, *model_options))
     bytes_per_token = model_info.kv_bytes_per_token
     if (
         cache.capacity is None

@@ -117,7 +117,7 @@ def load_stored(service: InferenceService, spec: GenerationSpec) -> None:
     Runs in the engine's thread.
     """
     core, store = service.engine.core, service.planner.store
-    prefetcher, hashes = core.cache_manager.prefetcher, []
+    prefetcher, hashes = core.prefetcher, []
     senders = store.sender_keys(spec.key, spec.repair, service.max_kl_of(spec))
     for segment in dict.fromkeys(segment for prompt in spec.prompts for segment in prompt.segments):
         if (stored := store.find_usable(spec.key, senders, _contents(segment))) is not None:

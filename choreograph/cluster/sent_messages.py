@@ -152,7 +152,7 @@ class ArrivingMessage:
             for layer, states in self.inputs.items()
             if layer in pool.hidden and states.shape[1] == pool.hidden[layer][0].nbytes
         }
-        entry.cached_hidden_layers = frozenset(inputs)
+        entry.layers = entry.layers._replace(hidden=frozenset(inputs))
 
         def copy_inputs() -> None:
             for layer, states in inputs.items():

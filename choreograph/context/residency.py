@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CacheBusyError, CacheFullError, LostContextError, RequestFailedError, RequestTooLargeError
-from ..kv_cache.allocation import grow_entry
-from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.entry import KVEntry
 from ..kv_cache.manager import KVCacheManager
 from ..request.request import Request
 from .placement import Placement
@@ -56,18 +55,19 @@ class ContextLoader:
     def ensure_resident(
         self,
         request_id: int,
-        context: Sequence[KVSlice],
+        needed: Sequence[KVEntry],
         capacity: int = 0,
         *,
         partial: bool = False,
         may_load: bool = True,
     ) -> None:
-        """Bring the context onto the device and own it until `release`.
+        """Bring the entries of a context onto the device and own them until `release`.
 
         Entries may still be loading or recomputing on return. On CacheFullError, the entries
         acquired so far are kept until the next attempt.
 
         Args:
+            needed: entries that the request reads; their own contexts only if they are recomputed.
             capacity: tokens that the request's own entry needs.
             partial: allocate that entry in the partial-layer pool.
             may_load: load what is missing; without it, raise CacheBusyError.
@@ -77,9 +77,9 @@ class ContextLoader:
             RequestTooLargeError: if context and entry do not fit even in an empty cache.
             RequestFailedError: if an entry of another process is lost.
         """
-        self.check_fits(context, capacity, partial)
+        entries = list(dict.fromkeys(needed))
+        self.check_fits(entries, capacity, partial)
         if not may_load:
-            entries = _unique_entries(context)
             if not all(entry.has_pages for entry in entries):
                 raise CacheBusyError("its context is not on the device")
             self._passing[request_id] = entries
@@ -88,25 +88,21 @@ class ContextLoader:
             return
         if self.request_id != request_id:
             self.release(self.request_id)
-            self._retries_left = 2 * len(context) + 8
+            self._retries_left = 2 * len(needed) + 8
         self.request_id = request_id
         previous, self._acquired = self._acquired, {}
         try:
-            self._collect(context)
+            self._collect(entries)
         finally:
             for entry in previous.values():
                 if entry.id not in self._acquired:
                     self._cache_manager.release(entry, ("plan", request_id))
 
-    def check_fits(self, context: Sequence[KVSlice], capacity: int, is_partial: bool = False) -> None:
-        """Check that the context and the request's entry fit together."""
+    def check_fits(self, needed: Sequence[KVEntry], capacity: int, is_partial: bool = False) -> None:
+        """Check that the entries of the context and the request's own fit together."""
         pool = self._cache_manager.pool
         for is_partial_pool in (False, True):
-            context_lengths = {
-                s.entry.id: len(s.entry.tokens)
-                for s in context
-                if (s.entry.computed_layers is not None) == is_partial_pool
-            }
+            context_lengths = {e.id: len(e.tokens) for e in needed if e.is_partial == is_partial_pool}
             own_length = capacity if is_partial_pool == is_partial else 0
             num_pages = sum(map(pool.num_pages_for, (*context_lengths.values(), own_length)))
             if num_pages > pool.num_pages(is_partial_pool):
@@ -123,7 +119,7 @@ class ContextLoader:
         num_prompt_tokens = len(placement.tokens) - request.num_generated
         num_tokens, _ = request.token_limits(num_prompt_tokens, self._max_positions)
         try:
-            self.check_fits(placement.context, num_tokens)
+            self.check_fits(placement.read_entries, num_tokens)
         except RequestTooLargeError:
             return False
         return True
@@ -138,8 +134,8 @@ class ContextLoader:
         for entry in acquired.values():
             self._cache_manager.release(entry, ("plan", request_id))
 
-    def _collect(self, context: Sequence[KVSlice]) -> None:
-        stack = [_Frame(_unique_entries(context), None)]
+    def _collect(self, needed: list[KVEntry]) -> None:
+        stack = [_Frame(needed, None)]
         while stack:
             frame = stack[-1]
             self._acquire(frame)
@@ -149,7 +145,7 @@ class ContextLoader:
             if missing is not None and missing.is_lost:
                 raise LostContextError("its context came from another process and is lost: prefill it again")
             if missing is not None and not missing.tier_copies:
-                stack.append(_Frame(_unique_entries(missing.context), missing))
+                stack.append(_Frame(list(dict.fromkeys(missing.read_entries)), missing))
                 continue
             try:
                 if missing is None:
@@ -190,7 +186,7 @@ class ContextLoader:
     def _finish(self, frame: _Frame) -> None:
         if frame.target is None:
             return
-        grow_entry(self._cache_manager, frame.target, len(frame.target.tokens))
+        self._cache_manager.grow(frame.target, len(frame.target.tokens))
         try:
             self._start_recompute(frame.target)  # acquires its own context
         except BaseException:
@@ -201,10 +197,6 @@ class ContextLoader:
                 self._cache_manager.release(entry, ("plan", self.request_id))
 
 
-def _unique_entries(context: Sequence[KVSlice]) -> list[KVEntry]:
-    return list({kv_slice.entry.id: kv_slice.entry for kv_slice in context}.values())
-
-
 def _next_to_load(needed: list[KVEntry]) -> KVEntry | None:
     """Return the missing entry to restore next; None if there is none.
 
@@ -212,4 +204,4 @@ def _next_to_load(needed: list[KVEntry]) -> KVEntry | None:
     most capacity, so they come before entries that are loaded or have no context.
     """
     missing = [entry for entry in needed if not entry.has_pages]
-    return min(missing, key=lambda entry: bool(entry.tier_copies) or not entry.context, default=None)
+    return min(missing, key=lambda entry: bool(entry.tier_copies) or not entry.read_entries, default=None)

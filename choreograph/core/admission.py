@@ -6,13 +6,13 @@ by a bounded number of later ones that fit.
 
 from ..config import SchedulerConfig
 from ..context.feature import READY, FeatureSet, Outcome, Prefills, Ready, Wait
-from ..context.placement import PLACERS, insert_into_prefix_tree
+from ..context.placement import PLACERS, insert_into_prefix_tree, reuse_header
 from ..context.residency import ContextLoader
 from ..errors import CacheFullError, ChoreographError, LostContextError, RequestFailedError, RequestTooLargeError
 from ..events import EventBus
+from ..kv_cache.entry import EntryLayers
 from ..kv_cache.fixed_parts import split_path
 from ..kv_cache.manager import KVCacheManager
-from ..kv_cache.prefix_tree import reuse_header
 from ..models.info import ModelInfo
 from ..models.model_set import ModelSet
 from ..outputs import Usage
@@ -217,11 +217,12 @@ class Admission:
         num_tokens = len(placement.tokens) + (1 + len(request.footer) if request.is_decode else 0)
         self._context_loader.ensure_resident(
             request.id,
-            placement.context,
+            placement.read_entries,
             max(num_tokens, required_tokens),
             partial=request.layers is not None,
             may_load=may_load,
         )
+        hidden_layers = cache.pool.hidden if request.layers is None else ()
         entry = request.entry = cache.allocate_entry(
             placement.tokens,
             placement.position,
@@ -230,14 +231,15 @@ class Admission:
             max_tokens=max_tokens,
             owner=request.request_owner,
             model=request.model,
-            computed_layers=request.layers,
+            layers=EntryLayers(
+                request.layers,
+                hidden=self._model_set.captured_layers(request.model, hidden_layers),
+                hidden_source=placement.hidden_source,
+            ),
         )
         try:
-            entry.cached_hidden_layers = self._model_set.captured_layers(
-                request.model, cache.pool.hidden if request.layers is None else ()
-            )
-            for kv_slice in placement.context:
-                cache.acquire(kv_slice.entry, request.request_owner)
+            for read_entry in entry.read_entries:
+                cache.acquire(read_entry, request.request_owner)
             self._context_loader.release(request.id)
             request.context = entry.context
             if not is_resumed:

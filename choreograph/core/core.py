@@ -12,6 +12,7 @@ from ..attention.autotune import create_tuned_backend
 from ..attention.cpp_backend import BackendUnavailableError
 from ..config import EngineConfig
 from ..context.feature import FeatureSet
+from ..context.placement import copy_headers
 from ..context.residency import ContextLoader
 from ..errors import (
     CacheFullError,
@@ -27,7 +28,7 @@ from ..execution.drafts import Speculator
 from ..execution.model_runner import ModelRunner
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.manager import KVCacheManager
-from ..kv_cache.prefix_tree import copy_headers
+from ..kv_cache.prefetch import Prefetcher
 from ..kv_cache.transfer import TransferError
 from ..models.hf_model import HFModel
 from ..models.model_set import ModelSet
@@ -99,6 +100,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.queues, admission, self.preemptor, cache_manager, self.speculator, config.scheduler
         )
+        self.prefetcher = Prefetcher(cache_manager, events)
         self.num_steps = 0
         self.num_batched_tokens = 0
         self.closed = False
@@ -193,7 +195,7 @@ class EngineCore:
                 batch = self._next_batch(wait)
                 if batch is not None:
                     self._run_batch(batch)
-                if self.cache_manager.prefetcher.missing:
+                if self.prefetcher.missing:
                     self.prefetch()
             except TransferError:  # the lost KV is recomputed; the step is retried
                 self.scheduler.rollback()
@@ -278,8 +280,8 @@ class EngineCore:
 
     def prefetch(self) -> None:
         """Load what agents need next, unless a request waits for capacity."""
-        if self.cache_manager.prefetcher.is_pending and not self.scheduler.blocked_on_memory:
-            self.cache_manager.prefetcher.run()
+        if self.prefetcher.is_pending and not self.scheduler.blocked_on_memory:
+            self.prefetcher.run()
 
     def poll_transfers(self) -> None:
         """Process completed transfers; requests whose context failed to load wait again."""

@@ -91,8 +91,8 @@ class Lifecycle:
             self._model_runner.reset()
         if previous_state is RequestState.WAITING:
             self.release_dependencies(request.dependencies)
-        for kv_slice in request.context:
-            cache.release(kv_slice.entry, request.request_owner)
+        for read_entry in request.read_entries:
+            cache.release(read_entry, request.request_owner)
         request.context = ()
         if request.decode_state is not None:
             request.decode_state.release_sampling()
@@ -149,8 +149,9 @@ class Lifecycle:
             self.finish(request, RequestState.CANCELLED, "cancelled")
         elif request.state in (RequestState.RUNNING, RequestState.TOKENS_FINAL):
             entry = request.entry
-            other_owners = entry.owners - {request.request_owner, request.message_owner} or entry.num_tree_children
-            if other_owners and not entry.is_complete:  # its readers need the tokens it already has
+            has_children = self._cache_manager.prefix_tree.has_children(entry)
+            is_read = has_children or not entry.owners <= {request.request_owner, request.message_owner}
+            if is_read and not entry.is_complete:  # its readers need the tokens it already has
                 request.cancel_when_computed = True
                 request.finish_reason = request.finish_reason or "cancelled"
             elif request.state is RequestState.TOKENS_FINAL:

@@ -17,7 +17,6 @@ from ..context.residency import ContextLoader
 from ..errors import CacheBusyError, CacheFullError, ChoreographError, RequestFailedError
 from ..events import EventBus
 from ..execution.model_runner import ModelRunner
-from ..kv_cache.allocation import grow_entry
 from ..kv_cache.entry import KVEntry, KVSlice
 from ..kv_cache.manager import KVCacheManager
 from ..request.request import Purpose, Request, RequestState
@@ -74,7 +73,7 @@ class Preemptor:
         num_left = min(num_left, self._max_positions)
         num_footer = len(request.footer)
         num_tokens, max_tokens = len(tokens) + 1 + num_footer, len(tokens) + num_left + num_footer
-        grow_entry(self._cache_manager, request.entry, num_tokens, max_tokens)
+        self._cache_manager.grow(request.entry, num_tokens, max_tokens)
 
     def _free_pages_of_later(self, request: Request) -> bool:
         """Release unused pages, or those of a request later in order.
@@ -193,14 +192,15 @@ class Preemptor:
         for entry in lost_entries:  # grows during iteration
             for request in list(self._queues.running):
                 needed = max((s.token_start + s.num_tokens for s in request.context if s.entry is entry), default=0)
-                if entry is request.entry.source_entry and not request.entry.is_complete:
+                if entry is request.entry.layers.hidden_source and not request.entry.is_complete:
                     needed = len(entry.tokens)  # the inputs of all tokens
                 if needed > entry.num_computed_tokens:
                     if _has_computed_prompt(request):
                         self.preempt(request)
                         continue
-                    is_partial = request.entry.computed_layers is not None  # its first tokens need other layers only
-                    assert is_partial or request.shared_header is not None or not request.entry.num_computed_tokens, (
+                    is_partial = request.entry.is_partial  # its first tokens need other layers only
+                    has_header = request.entry.shared_header is not None
+                    assert is_partial or has_header or not request.entry.num_computed_tokens, (
                         "a request has computed tokens without its context"
                     )
                     lost_entries.append(request.entry)
@@ -225,12 +225,13 @@ class Preemptor:
     def release_allocation(self, request: Request) -> None:
         """Release all KV of an admitted request and discard its entry."""
         entry = request.entry
+        read_entries = [*request.read_entries, *entry.read_entries]
         entry.owners -= {request.request_owner, request.message_owner}
         self._cache_manager.discard(entry)
-        for kv_slice in (*request.context, *entry.context):
-            self._cache_manager.release(kv_slice.entry, request.request_owner)
+        for read_entry in read_entries:
+            self._cache_manager.release(read_entry, request.request_owner)
         request.entry = None  # type: ignore[assignment]
-        request.context, request.shared_header = (), None
+        request.context = ()
 
     def resume(self, request: Request, *, may_load: bool) -> None:
         """Continue a preempted decode with its own entry, or raise.
@@ -244,7 +245,7 @@ class Preemptor:
         assert request.decode_state is not None
         own_slice = KVSlice(entry, 0, len(entry.tokens), entry.base_position)
         context = (*entry.context, own_slice)
-        self._context_loader.ensure_resident(request.id, context, may_load=may_load)
+        self._context_loader.ensure_resident(request.id, [s.entry for s in context], may_load=may_load)
         _check_complete(context)
         tokens = request.prompt + request.decode_state.tokens
         self._grow_entry(request, tokens)

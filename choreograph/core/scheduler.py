@@ -154,7 +154,7 @@ class Scheduler:
         read_ids: set[int] = set()
         for request in reversed(self.running):
             if request.is_decode or request.entry.id in read_ids:
-                read_ids.update(kv_slice.entry.id for kv_slice in request.context)
+                read_ids.update(entry.id for entry in request.read_entries)
         urgent = [
             request
             for request in prompts
@@ -175,7 +175,7 @@ class Scheduler:
         """
         groups: dict[BatchKey, list[Request]] = {}
         for request in requests:
-            groups.setdefault((request.weights_group, request.entry.computed_layers), []).append(request)
+            groups.setdefault((request.weights_group, request.entry.layers.computed), []).append(request)
         if len(groups) <= 1:
             return [requests] if requests else []
         return [groups[key] for key in sorted(groups, key=lambda key: self._last_scheduled_step.get(key, 0))]
@@ -243,7 +243,7 @@ class Scheduler:
         for request in self.running:
             assert request.entry.num_scheduled_tokens == request.entry.num_computed_tokens
             assert request.num_pending_tokens, "a running request has nothing to compute"
-            assert all(kv_slice.entry.owners for kv_slice in request.context), "a context entry has no owner"
+            assert all(entry.owners for entry in request.read_entries), "a context entry has no owner"
 
 
 def _is_decoding(request: Request) -> bool:
@@ -258,14 +258,13 @@ def _is_ready(request: Request, allow_loading: bool) -> bool:
     source entry of a partial prefill, the inputs alone are needed. An entry whose first tokens are
     still read from another one has readers only after the step that copies them.
     """
-    if request.entry.computed_layers is not None:
-        source = request.entry.source_entry
-        if source is not None and not source.is_complete:
-            if source.location != "loading" or not (allow_loading or has_inputs(request)):
-                return False
+    source = request.entry.layers.hidden_source
+    if source is not None and not source.is_complete:
+        if source.location != "loading" or not (allow_loading or has_inputs(request)):
+            return False
     for entry, first, count, *_ in request.context:
         if entry.num_scheduled_tokens < first + count and not (allow_loading and entry.location == "loading"):
             return False
-        if entry.is_aliased:
+        if entry.shared_header is not None:
             return False
     return True

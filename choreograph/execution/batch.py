@@ -78,9 +78,9 @@ class Batch:
             self.slots.append(pages[token // page_size] * page_size + token % page_size)
         self.models += [entry.model] * (row_end - token_start)
         self.chunks.append(ScheduledChunk(request, q_start, token_start, token_end, len(draft)))
-        self.computed_layers = entry.computed_layers
+        self.computed_layers = entry.layers.computed
         entry.num_scheduled_tokens = token_end
-        if request.shared_header is not None:
+        if entry.shared_header is not None:
             self.shared_headers.append(request)
         if request.hook is not None:
             self.hooked.append(HookedRows(request.hook, q_start, q_start + num_tokens))
@@ -119,7 +119,8 @@ class Batch:
             row_end = token_end + num_drafts
             if row_end > token_start:
                 yield from context_reads(request.context, q_start, q_start + row_end - token_start, layer)
-                num_shared = request.shared_header.num_tokens if request.shared_header else 0
+                header = request.entry.shared_header
+                num_shared = 0 if header is None else header.num_tokens
                 yield from causal_reads(request.entry, q_start, token_start, row_end, num_shared)
             if request.id in self.scored:
                 yield from self.scored[request.id].reads(layer)

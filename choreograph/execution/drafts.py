@@ -121,7 +121,7 @@ class Speculator:
         state, entry = request.decode_state, request.entry
         if state is None or request.state is not RequestState.RUNNING or request.cancel_when_computed:
             return []
-        is_plain = state.forced_tokens is None and state.token_mask is None and request.shared_header is None
+        is_plain = state.forced_tokens is None and state.token_mask is None and request.entry.shared_header is None
         if not (is_plain and state.tokens and len(entry.tokens) == entry.num_scheduled_tokens + 1):
             return []
         drafter = self._drafters.get(request)

@@ -147,8 +147,8 @@ def _hidden_inputs(batch: Batch, pool: KVPool, layer: int) -> Tensor:
     """Return the cached input hidden states of `layer`, (1, N, E)."""
     slots = []
     for chunk in batch.chunks:
-        source = chunk.request.entry.source_entry
-        assert source is not None and layer in source.cached_hidden_layers
+        source = chunk.request.entry.layers.hidden_source
+        assert source is not None and layer in source.layers.hidden
         batch.wait_for_inputs(source, layer)
         slots += [source.slot(token) for token in range(chunk.token_start, chunk.token_end)]
     return pool.hidden[layer][slots][None]

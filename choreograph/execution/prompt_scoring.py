@@ -137,7 +137,7 @@ def record_scores(batch: Batch, logits: Float[Tensor, "R V"]) -> Float[Tensor, "
 
 def _visible(context: Iterable[KVSlice]) -> Iterator[KVSlice]:
     """Yield slices that together have every context token once."""
-    return (kv_slice for kv_slice in context if kv_slice.num_tokens and kv_slice.visible_in(0))
+    return (kv_slice for kv_slice in context if kv_slice.visible_in(0))
 
 
 def _num_context(context: Iterable[KVSlice]) -> int:

@@ -60,6 +60,9 @@ def agent_key_of(request: Request) -> object:
 class AgentTags(ContextFeature):
     """Attribution of requests and their KV entries to agents."""
 
+    def attach(self, core: Any) -> None:
+        self._core = core
+
     def prepare(self, draft: RequestDraft) -> None:
         """Attribute a request to the agent whose block it is made in."""
         tag = current_tag(draft.session)
@@ -70,4 +73,4 @@ class AgentTags(ContextFeature):
         """Attribute the KV entry to the request's agent."""
         agent = request.extension(AgentKey)
         if agent is not None:
-            request.entry.agent_key = agent.key
+            self._core.cache_manager.hints.set_agent(request.entry, agent.key)

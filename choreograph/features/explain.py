@@ -295,7 +295,7 @@ def _resident(core: EngineCore, request: Request, context: Sequence[KVSlice]) ->
             while not all(s.entry.location == "device" and s.entry.is_complete for s in context):
                 is_stuck = False
                 try:
-                    core.context_loader.ensure_resident(owner_id, context)
+                    core.context_loader.ensure_resident(owner_id, [s.entry for s in context])
                 except CacheFullError:
                     is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
                     if is_stuck and not core.step(wait=False):

@@ -338,7 +338,7 @@ class OtherModels(ContextFeature):
         ahead = takewhile(lambda other: other is not request, scheduler.waiting)
         tokens, pairs, batch_tokens = 0.0, 0.0, defaultdict[object, int](int)
         for other in (*scheduler.running, *ahead):
-            layers = other.layers if other.state is RequestState.WAITING else other.entry.computed_layers
+            layers = other.layers if other.state is RequestState.WAITING else other.entry.layers.computed
             pending, num_pairs = _pending_work(other, layers)
             share = 1.0 if layers is None else len(layers) / num_layers
             tokens, pairs = tokens + share * pending, pairs + share * num_pairs
@@ -367,12 +367,12 @@ class OtherModels(ContextFeature):
             return f"its source failed: {source.entry.error}"
         if source.layers is not None:
             return "its source was computed in some layers only"
-        if unsent := source.entry.missing_layers - computed_layers:
+        if unsent := source.entry.layers.missing - computed_layers:
             return f"layers {sorted(unsent)} were not sent"
-        if missing := LayerPattern.from_layers(computed_layers).entry_layers - source.entry.cached_hidden_layers:
+        if missing := LayerPattern.from_layers(computed_layers).entry_layers - source.entry.layers.hidden:
             return f"inputs of layers {sorted(missing)} are not cached"
         pool = self._core.cache_manager.pool
-        partial = [len(p.entry.tokens) for p in request.parents if p.entry.computed_layers is not None]
+        partial = [len(p.entry.tokens) for p in request.parents if p.entry.is_partial]
         num_pages = sum(map(pool.num_pages_for, (*partial, len(request.prompt))))
         if computed_layers and (not computed_layers <= pool.partial_layers or num_pages > pool.num_pages(partial=True)):
             return "the partial-layer pool is too small"
@@ -410,7 +410,7 @@ def _compute_all_layers(request: Request) -> None:
 
 
 def _why_lost(source: Request) -> str:
-    return f"sender {source.model!r}: {source.entry.lost_reason or 'its KV is lost'}"
+    return f"sender {source.model!r}: {source.entry.storage.lost_reason or 'its KV is lost'}"
 
 
 def _is_generating(request: Request) -> bool:

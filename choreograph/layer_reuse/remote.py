@@ -31,7 +31,7 @@ from ..attention.rope import rotate
 from ..errors import CacheFullError, ConfigError, InvalidRequestError, ModelError, WrongSessionError
 from ..features.layer_variants import submit_remote
 from ..features.other_models import TransferLoad
-from ..kv_cache.entry import KVEntry
+from ..kv_cache.entry import EntryLayers, KVEntry
 from ..kv_cache.tiers import TransferOps
 from ..kv_cache.transfer import Transfer, make_executor
 from ..layer_pattern import LayerPattern, parse_layer_pattern
@@ -85,7 +85,7 @@ def _send_context(transport: Transport, engine: Engine, store: ContextStore, mod
         order = _transfer_order(map(int, request["keys"]), map(int, request["inputs"]))
         with core.lock, resident(core, context._request) as entry:
             for layer, kind in order:
-                if layer not in entry.cached_hidden_layers if kind == "inputs" else layer in entry.missing_layers:
+                if layer not in entry.layers.hidden if kind == "inputs" else layer in entry.layers.missing:
                     raise InvalidRequestError(f"{kind} of layer {layer} are not cached")
             core.cache_manager.acquire(entry, owner)
     except (InvalidRequestError, CacheFullError, KeyError, TypeError, ValueError, OverflowError) as exc:
@@ -375,7 +375,7 @@ class _LinkedContext:
         entry = reserve(
             core,
             request,
-            lambda cached: not cached.missing_layers & kv_layers and hidden_layers <= cached.cached_hidden_layers,
+            lambda cached: not cached.layers.missing & kv_layers and hidden_layers <= cached.layers.hidden,
         )
         if entry is None:
             return "" if request.entry is not None else f"sender {link.name!r}: the cache has no capacity for its KV"
@@ -386,14 +386,7 @@ class _LinkedContext:
             if not isinstance(exc, ChannelError):
                 raise
             return f"sender {link.name!r}: {exc}"
-        start_remote_load(
-            core,
-            request,
-            entry,
-            ops,
-            link._executor,
-            cached_hidden_layers=hidden_layers,
-            missing_layers=pattern.layers,
-        )
+        layers = EntryLayers(hidden=hidden_layers, missing=pattern.layers)
+        start_remote_load(core, request, entry, ops, link._executor, layers)
         link._last_transfer = entry.transfer
         return ""

@@ -26,7 +26,7 @@ from ..errors import (
     MessageReleasedError,
     SessionClosedError,
 )
-from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.entry import EntryLayers, KVEntry
 from ..kv_cache.hashing import portable_content_hash
 from ..kv_cache.pool import KVPool, LayerKeyValues
 from ..kv_cache.tiers import TransferOps, as_bytes, checksum
@@ -148,7 +148,7 @@ def try_copy_kv(core: EngineCore, request: Request) -> KVSnapshot | None:
     entry, pool = request.entry, core.cache_manager.pool
     if request.mode != "choreographed" or request.layers is not None or request.released or entry is None:
         return None
-    if pool.keys[0].device.type != "cpu" or not request.tokens_final or entry.is_aliased:
+    if pool.keys[0].device.type != "cpu" or not request.tokens_final or entry.shared_header is not None:
         return None
     pages = entry.pages
     if entry.location != "device" or not entry.is_complete:
@@ -161,7 +161,7 @@ def _snapshot(core: EngineCore, entry: KVEntry, pages: list[int], *, with_inputs
     weights_hash, pool, slots = core.model_set.weights_hash, core.cache_manager.pool, entry.slots_in(pages)
     model_hash = weights_hash(entry.model)
     content_hash = portable_content_hash(entry.tokens, entry.base_position, entry.context, entry.model, weights_hash)
-    inputs = {layer: pool.export_inputs(layer, slots) for layer in entry.cached_hidden_layers if with_inputs}
+    inputs = {layer: pool.export_inputs(layer, slots) for layer in entry.layers.hidden if with_inputs}
     return KVSnapshot(entry.base_position, pool.export_slots(slots), model_hash, content_hash, inputs=inputs)
 
 
@@ -175,7 +175,7 @@ def resident(core: EngineCore, request: Request) -> Iterator[KVEntry]:
     owner_id = -request.id
     with core.lock, ExitStack() as owned:
         entry = _require_entry(request)
-        owners = [(entry, ("call", owner_id)), *((s.entry, ("message", owner_id)) for s in entry.context)]
+        owners = [(entry, ("call", owner_id)), *((e, ("message", owner_id)) for e in entry.read_entries)]
         for owned_entry, owner in owners:
             core.cache_manager.acquire(owned_entry, owner)
             owned.callback(core.cache_manager.release, owned_entry, owner)
@@ -183,8 +183,7 @@ def resident(core: EngineCore, request: Request) -> Iterator[KVEntry]:
             while not (entry := _require_entry(request)).is_complete:
                 is_stuck = False
                 try:
-                    whole = KVSlice(entry, 0, len(entry.tokens), entry.base_position)
-                    core.context_loader.ensure_resident(owner_id, [whole])
+                    core.context_loader.ensure_resident(owner_id, [entry])
                 except CacheFullError:
                     is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
                     if is_stuck and not core.step(wait=False):
@@ -283,8 +282,8 @@ def import_kv(
                 pool.import_slots(entry.slots, snapshot.layers)
                 entry.num_scheduled_tokens = entry.num_computed_tokens = len(entry.tokens)
             else:
-                entry.can_recompute = False  # until it is here: its readers would get it without its context
-                ops = load(pool, entry)._replace(finish=partial(setattr, entry, "can_recompute", True))
+                entry.storage.can_recompute = False  # until it is here: its readers would get it without its context
+                ops = load(pool, entry)._replace(finish=partial(setattr, entry.storage, "can_recompute", True))
                 executor = make_executor(pool.keys[0].device, idle_seconds=0)  # of its own: it waits for no other load
                 core.cache_manager.offload_manager.load_remote(entry, ops, executor)
             core.events.emit("imported", request=request.id, tokens=len(entry.tokens))
@@ -364,22 +363,19 @@ def start_remote_load(
     entry: KVEntry,
     ops: TransferOps,
     executor: ThreadExecutor,
-    *,
-    cached_hidden_layers: frozenset[int],
-    missing_layers: frozenset[int],
+    layers: EntryLayers,
 ) -> None:
     """Complete a prefill with a reserved KV entry that is still loading.
 
     Args:
         ops: transfer operations that load it at the entry's base position.
         executor: runs them.
-        cached_hidden_layers: layers whose input hidden states are loaded too.
-        missing_layers: layers whose keys and values are not loaded.
+        layers: what is loaded of each layer.
     """
     with core.lock, ExitStack() as on_error:
         on_error.callback(cancel_reservation, core, request, entry)
-        entry.cached_hidden_layers, entry.missing_layers = cached_hidden_layers, missing_layers
-        entry.can_recompute = False
+        entry.layers = layers
+        entry.storage.can_recompute = False
         core.cache_manager.offload_manager.load_remote(entry, ops, executor)
         _adopt(core, request, entry, entry.base_position)
         on_error.pop_all()

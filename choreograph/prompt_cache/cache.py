@@ -161,8 +161,8 @@ class PromptCache:
         core, entry = self.engine.core, message._request.entry
         with core.lock:
             if entry is not None and entry.content_hash is not None:
-                core.cache_manager.prefetcher.update(("union", entry.id), [entry.content_hash], MAX_LOADS)
-                core.cache_manager.prefetcher.run()
+                core.prefetcher.update(("union", entry.id), [entry.content_hash], MAX_LOADS)
+                core.prefetcher.run()
 
     def _run_keys(self) -> list[RunKey]:
         """Return the keys of all cached runs, outside of scaffolds."""

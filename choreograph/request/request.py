@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ..attention.backend import AttentionHook
 from ..errors import ChoreographError, RequestFailedError
-from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.entry import KVEntry, KVSlice, entries_of
 from ..namespace import Namespace
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, Usage
 from .decode_state import DecodeState
@@ -104,7 +104,6 @@ class Request:
     parent_positions: tuple[int, ...] = ()  # likewise; of the parents that the call has named
     entry: KVEntry = None  # type: ignore[assignment]  # set when the request is admitted
     context: tuple[KVSlice, ...] = ()  # slices this request attends to
-    shared_header: KVSlice | None = None  # slice read for the first tokens until they are copied
     error: ChoreographError | None = None
     finish_reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
@@ -304,6 +303,11 @@ class Request:
         return [p.tokens if token_range is None else p.tokens[slice(*token_range)] for p, token_range in pairs]
 
     @property
+    def read_entries(self) -> list[KVEntry]:
+        """KV entries that must be on the device while it runs."""
+        return entries_of(self.context, None if self.entry is None else self.entry.layers.hidden_source)
+
+    @property
     def message_owner(self) -> tuple[str, int]:
         return ("message", self.id)
 
@@ -365,7 +369,7 @@ def _is_paid_by_answer(request: Request) -> bool:
 
 def has_inputs(request: Request) -> bool:
     """True unless a partial prefill's hidden states are still being loaded."""
-    source = request.entry.source_entry
+    source = request.entry.layers.hidden_source
     return source is None or source.transfer is None or source.transfer.has_inputs
 
 

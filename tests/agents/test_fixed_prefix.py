@@ -83,7 +83,7 @@ def test_nodes_of_the_prefix_tree_have_the_minimum_of_the_agents_below_them():
         steps = {
             (entry.base_position, entry.tokens[0]): manager.hints.candidate(entry).steps_to_execution
             for entry in manager.entries.values()
-            if entry.prefix_tree is not None
+            if entry in manager.prefix_tree
         }
         assert team.steps == {"a": 1, "b": 2, "c": 3, "d": 4}
         assert steps[0, 0] == 1  # in the prompts of all
@@ -159,7 +159,7 @@ def test_a_slice_marked_in_a_prefix_mode_prompt_ends_its_fixed_part():
             s.decode([50], [intro, role], sampling=BRIEF).result()
         (key,) = team.fixed_prefix_hashes("a")
         (entry,) = inspect(engine).cache_manager.entries_with(key)
-        assert entry.fixed_ends == {24: {key}}
+        assert inspect(engine).cache_manager.fixed_parts.ends(entry) == {24: {key}}
 
 
 def first_prompt(engine):

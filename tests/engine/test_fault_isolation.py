@@ -8,7 +8,7 @@ from helpers import tiny_models
 from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
-from choreograph.core import scheduler
+from choreograph.core import admission, scheduler
 from choreograph.errors import InvalidRequestError, RequestFailedError
 from choreograph.execution import model_runner, sampler
 
@@ -248,12 +248,12 @@ def break_scheduling(engine, monkeypatch, site: str, mode: str, *, after: bool =
             monkeypatch.setattr(owner, name, guarded)
 
     owners = {
-        "placement": (scheduler.PLACERS, mode),
+        "placement": (admission.PLACERS, mode),
         "residency": (internals.context_loader, "ensure_resident"),
         "allocation": (manager, "allocate_entry"),
         "registration": (manager, "register"),
-        "reuse of a header": (scheduler, "reuse_header"),
-        "admission": (queues, "_admit"),
+        "reuse of a header": (admission, "reuse_header"),
+        "admission": (queues.admission, "_admit"),
         "readiness": (scheduler, "_is_ready"),
         "chunk": (scheduler.Batch, "add_chunk"),
         "pack": (queues, "pack"),
@@ -300,7 +300,7 @@ TRANSIENT_SITES = {
     "pages": lambda internals: (internals.pool, "allocate"),
     "load": lambda internals: (internals.cache_manager, "load"),
     "copy": lambda internals: (internals.offload_manager.executor, "start"),
-    "recomputation": lambda internals: (internals.scheduler, "add_recompute"),
+    "recomputation": lambda internals: (internals.context_loader, "_start_recompute"),
     "frame": lambda internals: (internals.context_loader, "_finish"),
     "readiness": lambda internals: (scheduler, "_is_ready"),
     "schedule": lambda internals: (internals.scheduler, "schedule"),

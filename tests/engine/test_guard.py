@@ -42,7 +42,8 @@ def distributions(session, header, parents, **options) -> list[Reading]:
 def attended_by(entry) -> tuple:
     """Return tokens and positions of an entry and, recursively, of the slices in its context."""
     context = ((attended_by(part.entry), *part[1:]) for part in entry.context)
-    return tuple(entry.tokens), entry.base_position, tuple(context)
+    source = entry.layers.hidden_source
+    return tuple(entry.tokens), entry.base_position, tuple(context), None if source is None else attended_by(source)
 
 
 def assert_independent_of_the_secret(scenario, differs_without=True):

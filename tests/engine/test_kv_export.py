@@ -7,10 +7,11 @@ from helpers.inspect_engine import inspect
 from safetensors.torch import save_file
 
 from choreograph import Engine, SamplingParams
-from choreograph.api import kv_export as copies
 from choreograph.api.call import Call
 from choreograph.errors import CacheFileError, InvalidRequestError, SessionClosedError
+from choreograph.kv_cache.entry import EntryLayers
 from choreograph.kv_cache.tiers import TransferOps
+from choreograph.messages import kv_export as copies
 from choreograph.messages.kv_export import KVSnapshot
 from choreograph.models.info import weights_hash
 
@@ -115,10 +116,9 @@ def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):
     with tiny_models.engine().session() as session:
         copy = session.prefill(TOKENS).export_kv()
     with engine.session() as session:
-        coming, work, nothing = (
+        coming, work = (
             session.build(Call("prefill", [1, 2, 3])).request,
             TransferOps(lambda layer: None),
-            frozenset(),
         )
         entry = copies.reserve(inspect(engine).core, coming)
         engine.close()
@@ -131,8 +131,7 @@ def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):
                 entry,
                 work,
                 inspect(engine).offload_manager.executor,
-                cached_hidden_layers=nothing,
-                missing_layers=nothing,
+                EntryLayers(),
             )
         engine.check()
         engine.clear_cache()

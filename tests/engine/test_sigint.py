@@ -12,6 +12,7 @@ from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
 from choreograph.core.core import EngineCore
+from choreograph.core.lifecycle import Lifecycle
 from choreograph.core.scheduler import Scheduler
 from choreograph.kv_cache.manager import KVCacheManager
 from choreograph.models.hf_model import HFModel
@@ -123,7 +124,7 @@ def test_sleep_lets_others_in_and_interrupts_through():
     [
         (Scheduler, "commit"),
         (EngineCore, "_append_token"),
-        (EngineCore, "_finish_generation"),
+        (Lifecycle, "finish_generation"),
         (KVCacheManager, "free_unused_pages"),
     ],
 )

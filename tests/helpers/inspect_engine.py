@@ -92,14 +92,19 @@ class EngineView:
         return self.core.cache_manager.pins
 
     @property
+    def prefetcher(self) -> Any:
+        """Loads what agents need next."""
+        return self.core.prefetcher
+
+    @property
     def hints(self) -> Any:
         """Eviction hints of agents."""
         return self.core.cache_manager.hints
 
     @property
-    def prefix_trees(self) -> dict[Any, Any]:
-        """Prefix trees by namespace."""
-        return self.core.cache_manager._prefix_trees
+    def prefix_tree(self) -> Any:
+        """Prefix tree of the prompts of all namespaces."""
+        return self.core.cache_manager.prefix_tree
 
     @property
     def offload_manager(self) -> Any:

@@ -25,6 +25,8 @@ from choreograph.errors import (
     RequestFailedError,
 )
 from choreograph.features.layer_variants import prefill_layers, restrict_layers
+from choreograph.features.other_models import ModelVariant
+from choreograph.kv_cache.entry import EntryLayers
 from choreograph.kv_cache.tiers import TransferOps
 from choreograph.layer_pattern import LayerPattern
 from choreograph.messages.kv_export import copy_kv
@@ -133,7 +135,7 @@ def test_a_source_that_does_not_arrive_ends_in_computing_all_layers(fails_at):
         snapshot = copy_kv(inspect(engine).core, inspect(sent).request, with_inputs=True)
 
         def load(pool, entry):
-            entry.cached_hidden_layers = frozenset(snapshot.inputs)
+            entry.layers = EntryLayers(hidden=frozenset(snapshot.inputs))
             for layer, states in snapshot.inputs.items():
                 pool.hidden[layer][entry.slots] = states
             return TransferOps(fail, fail if fails_at == "inputs" else lambda: None, inputs_first=True)
@@ -550,7 +552,9 @@ def test_what_the_band_cannot_hold_is_computed_whole():
         second = session.prefill(CONTEXT[:3], [first])
         third = session.prefill(CONTEXT * 2)
         said = session.decode([7], [first, second, third], model="math", kv_reuse="partial", sampling=GREEDY)
-        assert said.result() and [m.variants["math", "partial"].computed_layers for m in (second, third)] == [
+        assert said.result() and [
+            m.variants[ModelVariant("math", "partial")].computed_layers for m in (second, third)
+        ] == [
             None,
             None,
         ]

@@ -9,6 +9,7 @@ import pytest
 from helpers.inspect_engine import inspect
 from helpers.live_server import make_engine, serving
 
+from choreograph.kv_cache.eviction import workflow_aware
 from choreograph.server.reuse import agent_tracking
 
 NAMES = ("planner", "coder", "tester", "reviewer")
@@ -97,6 +98,20 @@ def test_nothing_that_a_declared_graph_needs_is_computed_again_and_lru_computes_
     answers, computed = workflow.run_rounds(3, fixed_messages=1)
     assert answers == expected
     assert all(count <= FEW for turns in computed[1:] for count in turns)
+
+
+def test_a_policy_of_the_user_sees_the_steps_of_agents(served):
+    steps = set()
+
+    def farthest_first(candidates):
+        steps.update(candidate.steps_to_execution for candidate in candidates)
+        return workflow_aware(candidates)
+
+    server = served(farthest_first)
+    declare(server)
+    _, computed = server.run_rounds(3, fixed_messages=1)
+    assert all(count <= FEW for turns in computed[1:] for count in turns)
+    assert {None, 1, 2, 3} <= steps
 
 
 def test_without_a_mark_the_fixed_part_is_known_after_two_turns(served):

@@ -175,11 +175,11 @@ class ContextRepair(ContextFeature):
 
     def _is_loaded(self, request: Request, parents: list[ParentView]) -> bool:
         """Start loading the context; return True if it is loaded."""
-        slices = [kv_slice for parent in parents for kv_slice in parent.slices]
-        if any(s.entry.location == "device" and not s.entry.is_complete for s in slices):
+        entries = [kv_slice.entry for parent in parents for kv_slice in parent.slices]
+        if any(entry.location == "device" and not entry.is_complete for entry in entries):
             return False  # being computed
-        self._core.context_loader.ensure_resident(request.id, slices)
-        return all(s.entry.location == "device" and s.entry.is_complete for s in slices)
+        self._core.context_loader.ensure_resident(request.id, entries)
+        return all(entry.location == "device" and entry.is_complete for entry in entries)
 
     def _replace_parents(self, request: Request, parents: list[ParentView], ranges: list[TokenRanges]) -> Outcome:
         """Replace the parents by unchanged ranges and prefills of the selected ones."""

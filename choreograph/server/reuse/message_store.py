@@ -106,7 +106,9 @@ class StoredMessage:
     def is_arriving(self) -> bool:
         """True if some of it has not arrived from another engine."""
         entry = self.message._request.entry
-        return self.lineage is None and (entry is None or not entry.can_recompute)  # which it can once it is here
+        return self.lineage is None and (
+            entry is None or not entry.storage.can_recompute
+        )  # which it can once it is here
 
     @property
     def is_usable(self) -> bool:
@@ -291,7 +293,7 @@ class MessageStore:
 
     def track(self, tenant: str, name: str, session: Session) -> AgentTracker | None:
         """Track the agents of a workflow if the eviction policy uses it."""
-        if self._engine.core.config.cache.eviction != "workflow":
+        if not self._engine.core.config.cache.uses_hints:
             return None
         return AgentTracker(session, self.graphs.get((tenant, name)))
 
