@@ -218,7 +218,7 @@ def _add_status_routes(app: FastAPI, service: InferenceService) -> None:
     async def health() -> dict[str, str]:
         """Say whether the engine's thread runs."""
         if not service.thread.is_running:
-            raise ApiError(503, "the engine has stopped", type="service_unavailable")
+            raise ApiError(503, "the engine has stopped: start the server again", type="service_unavailable")
         return {"status": "ok"}
 
     @app.get("/ready", responses=ERRORS)

@@ -106,7 +106,9 @@ class InferenceService:
     def check_ready(self) -> None:
         """Raise an error unless new requests are accepted."""
         if self.is_draining or not self.thread.is_running:
-            raise ApiError(503, "the server is shutting down", type="service_unavailable")
+            raise ApiError(
+                503, "the server is shutting down: send the request to another one", type="service_unavailable"
+            )
 
     async def stats(self) -> EngineStats:
         """Return the engine's state; waits for no step."""
@@ -278,5 +280,5 @@ class InferenceService:
         num_choices = spec.num_answers * len(spec.prompts)
         if num_choices > self.config.max_choices:
             raise InvalidRequestError(f"n: {num_choices} answers in one request: use at most {self.config.max_choices}")
-        if spec.constraint is not None and spec.sampling.min_tokens:
-            raise InvalidRequestError("min_tokens: a grammar decides where an answer ends; leave it out")
+        if spec.constraint is not None and (length := spec.sampling.min_tokens):
+            raise InvalidRequestError(f"min_tokens={length}: a grammar decides where an answer ends; leave it out")

@@ -56,15 +56,15 @@ def agent_step(agent: str | None, options: ChoreographyOptions | None, prompts: 
     if agent is not None and not 1 <= len(agent) <= MAX_NAME_CHARS:
         raise InvalidRequestError(f"agent: {agent!r:.80}: use a name of 1 to {MAX_NAME_CHARS} characters")
     for name in ("steps", "fixed_messages", "fixed_tokens"):
-        if agent is None and getattr(options, name) is not None:
-            raise InvalidRequestError(f"{name}: belongs to an agent: give `agent` too")
+        if agent is None and (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(f"{name}={value!r:.80}: belongs to an agent: give `agent` too")
     fixed_tokens, num_messages = options.fixed_tokens, options.fixed_messages
     if num_messages is not None:
         if fixed_tokens is not None:
-            raise InvalidRequestError("fixed_messages: give it or fixed_tokens, not both")
+            raise InvalidRequestError(f"fixed_messages={num_messages}: give it or fixed_tokens, not both")
         fixed_tokens = _tokens_of(num_messages, prompts[0])
     elif fixed_tokens is not None and fixed_tokens > (shortest := min(len(prompt.tokens) for prompt in prompts)):
-        raise InvalidRequestError(f"fixed_tokens={fixed_tokens}: the prompt has {shortest} tokens")
+        raise InvalidRequestError(f"fixed_tokens={fixed_tokens}: the prompt has {shortest} tokens: use at most as many")
     return AgentStep(agent, options.steps, fixed_tokens)
 
 
@@ -72,7 +72,7 @@ def _tokens_of(num_messages: int, prompt: ChatPrompt) -> int:
     """Return the tokens of the first messages of a chat."""
     ends = prompt.message_ends
     if not ends:
-        raise InvalidRequestError("fixed_messages: a prompt without messages: use fixed_tokens")
+        raise InvalidRequestError(f"fixed_messages={num_messages}: the prompt has no messages: use fixed_tokens")
     if num_messages and num_messages not in ends:
         choices = sorted(set(ends))
         raise InvalidRequestError(
@@ -94,8 +94,8 @@ def read_declaration(body: Mapping[str, Any]) -> tuple[StepGraph, dict[str, froz
         raise InvalidRequestError(f"agents: more than {MAX_GRAPH_NAMES} agents, names and labels: declare fewer")
     labels = body.get("labels") if "agents" in body else None
     graph = StepGraph.read({name: value for name, value in body.items() if labels is None or name != "labels"})
-    if any(len(agent) > MAX_NAME_CHARS for agent in graph.agents):
-        raise InvalidRequestError(f"agents: use names of at most {MAX_NAME_CHARS} characters")
+    if longest := [agent for agent in graph.agents if len(agent) > MAX_NAME_CHARS]:
+        raise InvalidRequestError(f"agents: {longest[0]!r:.80}: use names of at most {MAX_NAME_CHARS} characters")
     if not isinstance(labels, dict | None) or not set(labels or ()) <= set(graph.agents):
         raise InvalidRequestError(f"labels: {labels!r:.80}: map declared agents to lists of labels")
     return graph, {agent: parse_labels(names, "labels") for agent, names in (labels or {}).items()}

@@ -17,7 +17,7 @@ from ...api.chat import EncodedTurn, Turn
 from ...api.message import Message
 from ...api.session import Session
 from ...api.validation import follows_system_turn, require_chat_template
-from ...errors import ChoreographError, InvalidRequestError
+from ...errors import ChoreographError, ConfigError, InvalidRequestError
 from ...kv_cache.manager import POLL_SECONDS
 from ...messages.handle import MessageSlice
 from ...namespace import UNSALTED, Client
@@ -174,7 +174,9 @@ class RemoteSessions:
         opened = self.get(tenant, session_id)
         session, messages = opened.session, opened.messages
         if len(messages) + len(body.calls) > MAX_MESSAGES:
-            raise ApiError(400, f"a session holds at most {MAX_MESSAGES} messages: release some", code="ConfigError")
+            raise ConfigError(
+                f"the session would hold {len(messages) + len(body.calls)} messages: release some, {MAX_MESSAGES} fit"
+            )
         self._check_queue(tenant, len(body.calls))
         for name in ("kind", "agent"):
             values = list(dict.fromkeys(getattr(call, name) for call in body.calls))
