@@ -40,7 +40,7 @@ from .openai.protocol import (
 )
 from .openai.response_store import ResponseStore
 from .openai.responses_api import ResponseEncoder, to_chat
-from .request_body import OPTION_CHARS, check_path, checked_route
+from .request_body import MAX_NAME_CHARS, check_path, checked_route
 from .reuse.agent_tracking import read_declaration
 from .reuse.remote_sessions import add_remote_routes
 from .running_request import GenerationSpec
@@ -56,7 +56,7 @@ SESSION_PATHS = "/v1/choreograph/sessions/"
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
-WorkflowName = Annotated[str, Path(max_length=OPTION_CHARS)]
+WorkflowName = Annotated[str, Path(max_length=MAX_NAME_CHARS)]
 
 
 class ErrorDetail(BaseModel):

@@ -8,12 +8,13 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import Field
 
 from .api_errors import ApiError, context_exceeded, to_api_error
 
@@ -25,8 +26,21 @@ CONTEXT_FIELDS = ("messages", "input", "tools", "prompt", "tokens")  # lists who
 MAX_KEYS = 1 << 13  # of one object
 MAX_DEPTH = 128  # of nested objects and lists
 
-OPTION_CHARS = 256  # of a header that names something
+MAX_NAME_CHARS = 256  # of workflows, agents and labels, also in headers
 OPTION_HEADERS = re.compile("x-choreography-.*|x-claude-code-session-id|thread-id|x-session-id|x-dynamo-session-id")
+
+MAX_LABELS = 64  # of one request, session or call
+
+MAX_TOP_LOGPROBS = 20
+
+T = TypeVar("T")
+
+# the first invalid item is the error: a million of them would each take the interpreter's lock for a microsecond
+Items = Annotated[list[T], Field(fail_fast=True)]
+
+LabelNames = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]], Field(fail_fast=True, max_length=MAX_LABELS)
+]
 
 _CHUNK = 1 << 20  # bytes that are counted at once
 
@@ -147,10 +161,10 @@ def check_path(raw_path: bytes) -> None:
 def check_headers(request: Request) -> None:
     """Refuse too long names in headers."""
     for name, value in request.headers.items():
-        if OPTION_HEADERS.fullmatch(name) and len(value) > OPTION_CHARS:
+        if OPTION_HEADERS.fullmatch(name) and len(value) > MAX_NAME_CHARS:
             raise ApiError(
                 400,
-                f"{name} has {len(value)} characters: use at most {OPTION_CHARS}",
+                f"{name} has {len(value)} characters: use at most {MAX_NAME_CHARS}",
                 param=name,
                 code="invalid_value",
             )

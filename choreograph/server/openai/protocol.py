@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from ...errors import InvalidRequestError
 from ...features.guard import OnLeak
 from ...sampling_params import SamplingParams
-from ..body_types import MAX_NAME_CHARS, MAX_TOP_LOGPROBS, Items, LabelNames
+from ..request_body import MAX_NAME_CHARS, MAX_TOP_LOGPROBS, Items, LabelNames
 from ..server_config import ReuseMode
 from .chat_messages import BodyPart, ChatMessages, as_turn
 
@@ -45,7 +45,7 @@ class ChoreographyOptions(_Body):
     """Reuse of messages that are not a prefix."""
 
     reuse: ReuseMode | None = None  # None: the server's default
-    workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
+    workflow: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # requests of one workflow share messages
     agent: AgentName | None = None  # whose turn it is: for reports, and for eviction by steps
     # to the next execution of every agent, None for never; None: those of the declared graph, or learned ones
     steps: Annotated[dict[AgentName, Steps | None], Field(max_length=256)] | None = None
@@ -62,7 +62,7 @@ class ChoreographyOptions(_Body):
     # of every message, its first position; None: after the message before it
     offsets: Items[Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None] | None = None
     # of /v1/completions: the prompt is PML and imports modules of this schema
-    prompt_schema: Annotated[str | None, Field(alias="schema", max_length=256)] = None
+    prompt_schema: Annotated[str | None, Field(alias="schema", max_length=MAX_NAME_CHARS)] = None
 
 
 class StreamOptions(BodyPart):

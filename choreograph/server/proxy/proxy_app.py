@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from ...errors import ConfigError
 from ...vllm.reuse_params import CONNECTOR_OPTION, VERSION, report_of, transfer_params
 from ..api_errors import ApiError
-from ..request_body import check_headers, check_path, parse_body
+from ..request_body import MAX_NAME_CHARS, LabelNames, check_headers, check_path, parse_body
 from ..server_config import ProxyConfig, ReuseMode
 from .upstream_answer import HOP_HEADERS, AnswerRecord, Reply, read_events
 from .upstream_prompt import Tokenize, can_reuse, find_cuts, find_turn_tokens, read_prompt
@@ -48,9 +48,9 @@ class ProxyOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     reuse: ReuseMode = "auto"
-    workflow: Annotated[str, Field(max_length=256)] = "default"  # requests of one workflow share entries
+    workflow: Annotated[str, Field(max_length=MAX_NAME_CHARS)] = "default"  # requests of one workflow share entries
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
-    labels: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64)] = []
+    labels: LabelNames = []
 
 
 class PlanRefused(Exception):
@@ -351,7 +351,7 @@ def _read_options(value: Any, headers: Mapping[str, str]) -> ProxyOptions:
     texts = {name: headers.get(f"x-choreography-{name}") for name in ProxyOptions.model_fields}
     options: dict[str, Any] = {name: text for name, text in texts.items() if text}
     if "labels" in options:
-        options["labels"] = [label.strip() for label in options["labels"].split(",")]
+        options["labels"] = list(filter(None, map(str.strip, options["labels"].split(","))))
     try:
         return ProxyOptions.model_validate(options | value if isinstance(value, dict) else value or options)
     except ValidationError as exc:

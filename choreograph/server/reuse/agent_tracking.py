@@ -17,9 +17,9 @@ from ...api.engine import Engine
 from ...api.session import Session
 from ...errors import InvalidRequestError
 from ...features.guard import parse_labels
-from ..body_types import MAX_NAME_CHARS
 from ..openai.chat_prompt import ChatPrompt
 from ..openai.protocol import ChoreographyOptions
+from ..request_body import MAX_NAME_CHARS
 
 if TYPE_CHECKING:
     from .message_store import WorkflowKey

@@ -14,7 +14,7 @@ from ...features.budget import Budget
 from ...features.guard import OnLeak
 from ...features.repair.options import Repair
 from ...outputs import BASE_MODEL, Mode
-from ..body_types import MAX_NAME_CHARS, Items, LabelNames
+from ..request_body import MAX_NAME_CHARS, Items, LabelNames
 
 MAX_CALLS, MAX_MESSAGES = 256, 4096  # of one request, of one session
 

@@ -25,11 +25,11 @@ from ...outputs import BASE_MODEL, TokenLogprob
 from ...request.request import RequestState
 from ...sampling_params import SamplingParams
 from ..api_errors import ApiError, overloaded, to_api_error
-from ..body_types import MAX_TOP_LOGPROBS
 from ..dashboard.request_log import SESSION
 from ..engine_thread import Generation
 from ..openai.answer_loop import SCORE_BYTES
 from ..openai.scored_prompts import MAX_SCORES
+from ..request_body import MAX_TOP_LOGPROBS
 from ..service import InferenceService
 from .agent_tracking import AgentTracker
 from .remote_bodies import (
