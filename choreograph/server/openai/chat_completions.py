@@ -150,14 +150,10 @@ def prepare(
         [prompt],
         sampling,
         body.n or 1,
-        agent,
-        constraint,
-        options.keys_of,
-        body.priority or 0,
-        body.repair,
-        body.max_kl,
-        steps=step.steps,
-        fixed_tokens=step.fixed_tokens,
+        constraint=constraint,
+        keys_of=options.keys_of,
+        **step._asdict(),
+        **body.engine_options,
     )
     return spec, options
 

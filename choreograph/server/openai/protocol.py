@@ -205,14 +205,10 @@ class _GenerationBody(_Body):
         return self.cache_salt or "", self.extra_key or ""
 
     @property
-    def repair(self) -> float | None:
-        """Share of reused tokens to compute again; None for none."""
-        return None if self.choreography is None else self.choreography.repair
-
-    @property
-    def max_kl(self) -> float | None:
-        """Divergence to stay within, nats a token; None for the server's."""
-        return None if self.choreography is None else self.choreography.max_kl
+    def engine_options(self) -> dict[str, Any]:
+        """Options that the engine takes as they are; None for the server's."""
+        choreography = self.choreography or ChoreographyOptions()
+        return {"priority": self.priority or 0, "repair": choreography.repair, "max_kl": choreography.max_kl}
 
     @property
     def num_prompt_logprobs(self) -> int | None:

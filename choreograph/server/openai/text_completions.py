@@ -81,15 +81,11 @@ def prepare(
         prompts,
         sampling,
         body.n or 1,
-        agent,
-        constraint,
-        priority=body.priority or 0,
-        repair=body.repair,
-        max_kl=body.max_kl,
+        constraint=constraint,
         schema_prompt=schema_prompt,
         scores_every_answer=bool(body.stream),  # they begin at different times
-        steps=step.steps,
-        fixed_tokens=step.fixed_tokens,
+        **step._asdict(),
+        **body.engine_options,
     )
     return spec, options
 
