@@ -18,16 +18,14 @@ from ..events import EventBus
 from ..namespace import Client
 from ..outputs import BASE_MODEL, FinishReason, Usage
 from ..request.request import Request, RequestState, wrap_error
-from ..vllm.reuse_params import transfer_params
+from ..vllm.reuse_params import new_name, store_param, transfer_params
 from .vllm_client import Completion, ServerRefusedError, VllmClient, control_body, identity
 from .vllm_entries import (
     ContextPlan,
     MessageEntries,
     filled,
-    new_name,
     plan_context,
     sampling_body,
-    store_param,
     usage_of,
 )
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from ...errors import ConfigError
-from ...vllm.reuse_params import CONNECTOR_OPTION, VERSION, report_of, transfer_params
+from ...vllm.reuse_params import CONNECTOR_OPTION, VERSION, report_of, store_param, transfer_params
 from ..api_errors import ApiError
 from ..request_body import MAX_NAME_CHARS, LabelNames, check_headers, check_path, parse_body
 from ..server_config import ProxyConfig, ReuseMode
@@ -326,8 +326,7 @@ class UpstreamProxy:
 
 
 def _placement(spans: Iterable[PromptPart], stored: Iterable[PromptPart]) -> dict[str, Any]:
-    stores = [{"entry": part.entry.name, "start": part.start, "stop": part.stop} for part in stored]
-    return {"spans": to_spans(spans), "store": stores}
+    return {"spans": to_spans(spans), "store": [store_param(part.entry.name, part.start, part.stop) for part in stored]}
 
 
 def _target(request: Request) -> str:
