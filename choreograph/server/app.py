@@ -2,8 +2,9 @@
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,9 +21,8 @@ from ..api.engine import Engine
 from ..api.validation import check_tokens
 from ..errors import ChoreographError
 from ..version import __version__
-from .api_errors import ApiError, to_api_error
+from .api_errors import ApiError, overloaded, to_api_error
 from .dashboard.dashboard_page import TabFactory, add_dashboard
-from .limits import RequestSlots
 from .openai import chat_completions as chats
 from .openai import text_completions
 from .openai.answer_loop import AnswerEncoder, AnswerLoop, AnswerOptions
@@ -87,6 +87,34 @@ class AsciiJSONResponse(JSONResponse):
         return json.dumps(content, separators=(",", ":")).encode()
 
 
+class RequestSlots:
+    """Requests of each tenant that are being answered.
+
+    Used in the event loop.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit  # of one tenant
+        self._used: Counter[object] = Counter()
+
+    @contextmanager
+    def hold(self, key: object) -> Iterator[None]:
+        """Hold a slot of a tenant inside the block.
+
+        Raises:
+            ApiError: of status 429, if the tenant holds as many as it may.
+        """
+        if self._used[key] >= self._limit:
+            raise overloaded(self._limit)
+        self._used[key] += 1
+        try:
+            yield
+        finally:
+            self._used[key] -= 1
+            if not self._used[key]:
+                del self._used[key]
+
+
 class RequestGuard:
     """ASGI middleware: request ids, valid paths, and limits.
 
@@ -96,7 +124,7 @@ class RequestGuard:
     def __init__(self, app: ASGIApp, service: InferenceService) -> None:
         self._app, self._service = app, service
         self._max_body_bytes = service.config.max_body_bytes
-        self._slots = RequestSlots(service.share.requests)
+        self._slots = RequestSlots(service.share.max_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -253,7 +281,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         return service.authenticate(request)
 
     tenant_of = Depends(authenticate)
-    store = ResponseStore(service.share.responses, service.share.response_bytes)
+    store = ResponseStore(service.share.max_stored_responses, service.share.max_stored_bytes)
     models = {"object": "list", "data": [_model_entry(service, name) for name in service.model_names]}
 
     @app.get("/v1/models", responses=ERRORS)

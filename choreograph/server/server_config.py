@@ -22,6 +22,13 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
+# limits of all tenants together
+SHARED_LIMITS = (
+    "max_requests", "max_sessions", "max_schemas", "max_workflows", "max_workflow_tokens", "max_stored_responses",
+    "max_stored_bytes",
+)  # fmt: skip
+
+
 @validated()
 class ServerConfig:
     """Limits, keys and defaults of one server."""
@@ -79,6 +86,13 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if any(len(key) < 8 for key in self.api_keys):
             raise ConfigError("api_keys: a key has fewer than 8 characters: use a longer one")
+
+    @property
+    def tenant_share(self) -> "ServerConfig":
+        """Limits of one tenant: an equal share for each key."""
+        limits = {name: getattr(self, name) for name in SHARED_LIMITS}
+        count = max(1, len(self.api_keys))
+        return dataclasses.replace(self, **{name: limit and max(1, limit // count) for name, limit in limits.items()})
 
 
 @validated()

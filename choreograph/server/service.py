@@ -19,7 +19,6 @@ from ..outputs import BASE_MODEL, EngineStats
 from .api_errors import ApiError, context_exceeded
 from .dashboard.request_log import RequestLog
 from .engine_thread import EngineThread
-from .limits import TenantShare
 from .openai.chat_prompt import ChatPrompt, ChatRenderer
 from .openai.protocol import ChoreographyOptions
 from .openai.token_text import TokenBytes
@@ -59,10 +58,10 @@ class InferenceService:
         self.engine, self.config = engine, config
         self.thread = EngineThread(engine, config.max_prefill_tokens)
         self.pool = WorkPool()
-        share = self.share = TenantShare.of(config)
-        store = MessageStore(engine, share.workflow_tokens, config.shadow_calls, share.workflows)
+        share = self.share = config.tenant_share
+        store = MessageStore(engine, share.max_workflow_tokens, config.shadow_calls, share.max_workflows)
         self.planner = ReusePlanner(engine, store)
-        self.schemas = SchemaStore(engine, self.share.schemas)
+        self.schemas = SchemaStore(engine, share.max_schemas)
         self.renderer = ChatRenderer(engine.chat)
         self.model_name = config.served_model_name or engine.model_info.name
         self.metrics = ServerMetrics(self.model_name)

@@ -76,7 +76,7 @@ class RemoteSessions:
     """
 
     def __init__(self, service: InferenceService) -> None:
-        self._service, self._max_sessions = service, service.share.sessions
+        self._service, self._max_sessions = service, service.share.max_sessions
         self._sessions: dict[tuple[str, str], OpenSession] = {}
         self._unfinished: dict[str, list[Message]] = {}  # calls of each tenant
 
@@ -295,7 +295,7 @@ class RemoteSessions:
         """Raise an error if a tenant has too many unfinished calls."""
         unfinished = self._unfinished.setdefault(tenant, [])
         unfinished[:] = [message for message in unfinished if not message._is_finished()]
-        limit = max(MAX_CALLS, CALLS_PER_REQUEST * self._service.share.requests)
+        limit = max(MAX_CALLS, CALLS_PER_REQUEST * self._service.share.max_requests)
         if len(unfinished) + num_calls > limit:
             raise overloaded(limit, "calls")
 
