@@ -130,6 +130,16 @@ def _elements(value: list[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"[{index}]", item) for index, item in enumerate(value) if isinstance(item, (str, dict, list)))
 
 
+def walk(root: Any) -> Iterator[tuple[int, Any]]:
+    """Yield every value of parsed JSON with its depth, without recursion."""
+    stack = [(0, root)]
+    while stack:
+        depth, value = stack.pop()
+        yield depth, value
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        stack += [(depth + 1, child) for child in children]
+
+
 def check_text(text: str, param: str | None) -> None:
     """Refuse a text with unpaired surrogates or NUL.
 

@@ -7,7 +7,7 @@ and `read_declaration` run in the engine's thread.
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from ...errors import InvalidRequestError
 from ...features.guard import parse_labels
 from ..openai.chat_prompt import ChatPrompt
 from ..openai.protocol import ChoreographyOptions
-from ..request_body import MAX_NAME_CHARS
+from ..request_body import MAX_NAME_CHARS, walk
 
 if TYPE_CHECKING:
     from .message_store import WorkflowKey
@@ -90,7 +90,7 @@ def read_declaration(body: Mapping[str, Any]) -> tuple[StepGraph, dict[str, froz
         InvalidRequestError: if it has too many names, or labels that are not of its agents.
         GraphError: if the graph is invalid.
     """
-    if sum(1 for _ in itertools.islice(_names(body), MAX_GRAPH_NAMES + 1)) > MAX_GRAPH_NAMES:
+    if sum(1 for _ in itertools.islice(walk(body), MAX_GRAPH_NAMES + 1)) > MAX_GRAPH_NAMES:
         raise InvalidRequestError(f"agents: more than {MAX_GRAPH_NAMES} agents, names and labels: declare fewer")
     labels = body.get("labels") if "agents" in body else None
     graph = StepGraph.read({name: value for name, value in body.items() if labels is None or name != "labels"})
@@ -99,18 +99,6 @@ def read_declaration(body: Mapping[str, Any]) -> tuple[StepGraph, dict[str, froz
     if not isinstance(labels, dict | None) or not set(labels or ()) <= set(graph.agents):
         raise InvalidRequestError(f"labels: {labels!r:.80}: map declared agents to lists of labels")
     return graph, {agent: parse_labels(names, "labels") for agent, names in (labels or {}).items()}
-
-
-def _names(body: object) -> Iterator[object]:
-    """Yield every value of a body, in any nesting."""
-    values = [body]
-    while values:
-        value = values.pop()
-        yield value
-        if isinstance(value, Mapping):
-            values += value.values()
-        elif isinstance(value, (list, tuple)):
-            values += value
 
 
 class AgentTracker:
