@@ -38,8 +38,7 @@ from .openai.protocol import (
     continues_last,
     tool_dicts,
 )
-from .openai.response_store import ResponseStore
-from .openai.responses_api import ResponseEncoder, to_chat
+from .openai.responses_api import ResponseEncoder, ResponseStore, to_chat
 from .request_body import MAX_NAME_CHARS, check_path, checked_route
 from .reuse.agent_tracking import read_declaration
 from .reuse.remote_sessions import add_remote_routes

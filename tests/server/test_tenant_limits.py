@@ -5,7 +5,7 @@ import pytest
 from helpers.live_server import make_engine, serving
 
 from choreograph.server.app import RequestSlots
-from choreograph.server.openai.response_store import ResponseStore, StoredResponse
+from choreograph.server.openai.responses_api import ResponseStore, StoredResponse
 from choreograph.server.server_config import ServerConfig
 
 KEYS = ("first-secret", "second-secret")
