@@ -24,8 +24,9 @@ from ..server.openai.chat_prompt import Segment
 from ..server.reuse.message_store import StoredMessage, WorkflowKey
 from ..server.running_request import GenerationSpec, RunningRequest
 from ..server.service import InferenceService
+from .cluster_config import TransferMode
 from .content_keys import segment_key
-from .routing import RouteRequest, TransferMode
+from .routing import RouteRequest
 from .sent_messages import TIMEOUT, ArrivingMessage, SentGroup, SentInputs, SentLayer, SentMessage
 
 MIN_TOKENS = 64  # of messages that are fetched at once in mode "auto"; fewer are computed sooner than asked for
