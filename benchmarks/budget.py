@@ -23,7 +23,7 @@ from rich.console import Console
 from choreograph import Budget, Engine, SamplingParams
 from choreograph.api.concurrency import run_concurrently
 from choreograph.console import print_table
-from choreograph.features.repair import REPAIR_STRATEGIES
+from choreograph.features.repair.options import REPAIR_STRATEGIES
 from choreograph.lab.evaluation.datasets import Example
 from choreograph.lab.evaluation.runner import example_seed
 from choreograph.lab.evaluation.statistics import ratio

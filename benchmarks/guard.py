@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 
 from choreograph import Engine, Message, SamplingParams
-from choreograph.api.request_tag import RequestTag, tag_requests
 from choreograph.console import print_table
+from choreograph.features.agent_tags import RequestTag, tag_requests
 from choreograph.lab.evaluation.statistics import ratio
 from choreograph.lab.workflows import prisoners_dilemma
 from choreograph.lab.workflows.run import Transcript, WorkflowRun

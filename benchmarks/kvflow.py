@@ -15,8 +15,9 @@ from typing import Any
 
 from choreograph import CacheConfig, Engine, EngineConfig, Message, SchedulerConfig
 from choreograph.agents import Agent, StepGraph, Workflow
+from choreograph.api.call import PromptInput
 from choreograph.api.concurrency import run_concurrently
-from choreograph.api.session import PromptInput, Session
+from choreograph.api.session import Session
 from choreograph.events import Event
 from choreograph.lab.evaluation.statistics import mean, ratio
 

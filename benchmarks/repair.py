@@ -22,9 +22,9 @@ import torch
 from rich.console import Console
 
 from choreograph import Budget, Engine, Message, Repair, SamplingParams
-from choreograph.api.request_tag import RequestTag, tag_requests
 from choreograph.console import print_table
-from choreograph.features.repair import REPAIR_STRATEGIES
+from choreograph.features.agent_tags import RequestTag, tag_requests
+from choreograph.features.repair.options import REPAIR_STRATEGIES
 from choreograph.lab.evaluation.runner import example_seed
 from choreograph.lab.evaluation.statistics import Estimate, bootstrap, ratio
 from choreograph.lab.workflows import find

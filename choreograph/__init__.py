@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from .config import CacheConfig, EngineConfig, SchedulerConfig
     from .errors import ChoreographError
     from .features.budget import Budget
-    from .features.cross_model import LayerPattern
     from .features.explain import Explanation
-    from .features.repair.strategy import Repair
+    from .features.repair.options import Repair
+    from .layer_pattern import LayerPattern
     from .outputs import Timing, TokenLogprob, Usage
     from .remote.remote_session import connect
     from .sampling_params import SamplingParams
 
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "Budget",
@@ -52,9 +52,9 @@ _MODULES = {
     "Engine": "api.engine",
     "EngineConfig": "config",
     "Explanation": "features.explain",
-    "LayerPattern": "features.cross_model",
+    "LayerPattern": "layer_pattern",
     "Message": "api.message",
-    "Repair": "features.repair.strategy",
+    "Repair": "features.repair.options",
     "SamplingParams": "sampling_params",
     "SchedulerConfig": "config",
     "Session": "api.session",

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, dataclass_transform, get_args
@@ -30,6 +30,7 @@ EvictionPolicyName = Literal["workflow", "lru", "lfu", "fifo"]
 Quantization = Literal["int8", "int4"]
 
 BACKENDS: tuple[str, ...] = get_args(BackendName)
+EVICTION_POLICY_NAMES: tuple[str, ...] = get_args(EvictionPolicyName)
 
 
 def as_int(value: object) -> int | None:
@@ -128,6 +129,12 @@ def _check_disk_dir(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return path
 
 
+def _check_eviction(value: object) -> object:
+    if not callable(value) and value not in EVICTION_POLICY_NAMES:
+        raise ValueError(f"use one of {list(EVICTION_POLICY_NAMES)}, or a function of eviction candidates")
+    return value
+
+
 def _instance_of(kind: type) -> BeforeValidator:
     """Return a validator that accepts only instances of `kind`, not dicts."""
 
@@ -151,7 +158,8 @@ class CacheConfig:
 
     capacity: CacheSize | None = None  # device tokens or bytes ("4GiB"); None: from the model limit and free memory
     page_size: PositiveInt = 16  # tokens per page, the unit of allocation
-    eviction: EvictionPolicyName = "lru"  # ranks entries that no running request or pin uses
+    # ranks entries that no running request or pin uses: a name, or a function like those in `kv_cache/eviction.py`
+    eviction: Annotated[EvictionPolicyName | Callable[[Iterable[Any]], Any], BeforeValidator(_check_eviction)] = "lru"
     host_capacity: CacheSize | None = None  # host tier, tokens or bytes ("4GiB"); None: no host tier
     disk_capacity: CacheSize | None = None  # disk tier, tokens or bytes ("4GiB"); None: no disk tier
     # directory of the disk tier; None: the temporary directory
@@ -161,6 +169,11 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if isinstance(self.capacity, int) and self.capacity < self.page_size:
             raise ConfigError(f"capacity={self.capacity}: use at least one page of {self.page_size} tokens")
+
+    @property
+    def uses_hints(self) -> bool:
+        """True if the order of eviction may depend on agents' steps."""
+        return self.eviction == "workflow" or callable(self.eviction)
 
 
 def check_capacity(cache: CacheConfig, bytes_per_token: int, device_memory: int, host_memory: int) -> None:

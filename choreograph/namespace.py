@@ -5,8 +5,8 @@ them: a name may contain any separator.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -42,15 +42,12 @@ class Namespace:
     is_prompt: bool = False  # of the first tokens of whole prompts (prefix mode), not of messages
     workflow: str | None = None  # None: of all workflows
     session: str | None = None  # one of several of a workflow, as a client names it
+    features: tuple[tuple[str, Hashable], ...] = ()  # what features separate, by feature
 
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of all fields, equal in every process."""
         return _digest(self)
-
-    def without_labels(self) -> "Namespace":
-        """Return the namespace of unlabelled messages."""
-        return replace(self, labels=frozenset()) if self.labels else self
 
 
 @lru_cache(maxsize=4096)  # placements make equal ones again and again
@@ -59,12 +56,12 @@ def _digest(namespace: Namespace) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def shared_namespace(weights: tuple[str, ...], client: Client, labels: frozenset[str]) -> Namespace:
-    """Return the namespace of a session's messages.
+def shared_namespace(weights: tuple[str, ...], client: Client) -> Namespace:
+    """Return the namespace of a session's unlabelled messages.
 
     It is one object for equal arguments, so that its digest is computed once.
     """
-    return Namespace(weights, client, labels)
+    return Namespace(weights, client)
 
 
 def serialize(value: Any) -> bytes:

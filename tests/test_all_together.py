@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.live_server import serving
 
-from choreograph.api.message import unwrap_slice
+from choreograph.messages.handle import unwrap_slice
 from choreograph.prompt_cache import PromptCache
 
 ROOMY, TIGHT = 8192, 1400  # tokens of the cache

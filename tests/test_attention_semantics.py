@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import POSITIONS, VOCABULARY, Node, default_placements, graphs
 from helpers.oracle import Oracle, OracleMessage
 from hypothesis import given, settings
@@ -100,8 +101,8 @@ def assert_same(engine: Engine, nodes: list[Node], messages: list, wanted: list[
 
 def assert_slots(engine: Engine, message, truth: OracleMessage) -> None:
     """For every stored slot, the recorded position is the rotation that its key has; values never move."""
-    entry, arena = message._request.entry, engine.core.cache_manager.pool
-    rotate = ORACLES[next(s for s, m in MODELS.items() if m is engine.core.hf_model.model)].rotate
+    entry, arena = inspect(message).entry, inspect(engine).pool
+    rotate = ORACLES[next(s for s, m in MODELS.items() if m is inspect(engine).model)].rotate
     assert entry.is_complete
     for layer in range(len(arena.keys)):
         for j in range(len(truth.tokens)):
@@ -149,7 +150,7 @@ def test_the_second_generated_token_has_no_gap_behind_the_header():
     with engine.session() as session:
         messages = submit(session, nodes)
         engine.run_until_idle()
-        entry = messages[1]._request.entry
+        entry = inspect(messages[1]).entry
         assert (entry.base_position, entry.num_computed_tokens) == (3, 6)
         assert_same(engine, nodes, messages, expected("gqa", nodes))
 
@@ -166,6 +167,6 @@ def test_content_found_again_at_another_place_gives_the_same_views():
     with engine.session() as session:
         messages = submit(session, nodes)
         engine.run_until_idle()
-        assert messages[2]._request.entry is messages[1]._request.entry
+        assert inspect(messages[2]).entry is inspect(messages[1]).entry
         assert messages[2].finish_reason == "cached"
         assert_same(engine, [nodes[3]], [messages[3]], [expected("gqa", nodes)[3]])

@@ -71,7 +71,7 @@ def test_a_batch_of_branches_equals_each_branch_alone(temperature):
         problem = session.prefill([3, 1, 4, 1, 5, 9, 2, 6])
         together = [branch(session, problem, seed) for seed in range(8)]
         engine.run_until_idle()
-        assert engine.core.num_steps <= 5 + 3 * 7 + 1
+        assert engine.stats().num_steps <= 5 + 3 * 7 + 1
     for seed in range(8):
         other = tiny_models.engine()
         with other.session() as session:

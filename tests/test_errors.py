@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 from transformers import MambaConfig, MambaForCausalLM
 
 import choreograph
@@ -38,8 +39,8 @@ def parent(session):
 
 
 def state(engine):
-    queues = engine.core.scheduler
-    return engine.core.cache_manager.stats, list(queues.waiting), list(queues.running), engine.core.num_steps
+    queues = inspect(engine).scheduler
+    return inspect(engine).cache_manager.stats, list(queues.waiting), list(queues.running), engine.stats().num_steps
 
 
 def refuses(session, kind, text, call) -> None:
@@ -418,10 +419,10 @@ def test_a_cache_held_by_a_pin(tiny_engine):
         with pytest.raises(e.CacheFullError, match="needs 3 pages of 16 tokens; 2 of 4 are free and 0 can be evicted"):
             late.result()
         engine.check()
-        counts = engine.core.cache_manager.stats
+        counts = inspect(engine).cache_manager.stats
         with pytest.raises(e.CacheFullError):
             late.result()
-        assert engine.core.cache_manager.stats == counts
+        assert inspect(engine).cache_manager.stats == counts
         assert len(session.decode([4], parents=[held], sampling=GREEDY).tokens) == 5
         held.unpin()
         assert session.prefill([2] * 48).result().usage.computed_tokens == 48
@@ -623,19 +624,19 @@ def test_a_closed_engine(engine):
 
 def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(engine, session, monkeypatch):
     want = session.decode([1, 2], sampling=GREEDY).tokens
-    forward = engine.core.hf_model.forward
+    forward = inspect(engine).hf_model.forward
 
     def broken(*_):
         raise RuntimeError("out of memory")
 
     answer = session.decode([1, 2], sampling=GREEDY)
     engine.step()
-    monkeypatch.setattr(engine.core.hf_model, "forward", broken)
+    monkeypatch.setattr(inspect(engine).hf_model, "forward", broken)
     with pytest.raises(e.RequestFailedError, match="out of memory") as failed:
         answer.result()
     assert isinstance(failed.value.__cause__, RuntimeError)
     engine.check()
-    monkeypatch.setattr(engine.core.hf_model, "forward", forward)
+    monkeypatch.setattr(inspect(engine).hf_model, "forward", forward)
     assert session.decode([1, 2], sampling=GREEDY).tokens == want
 
 
@@ -689,7 +690,7 @@ def test_a_device_may_be_given_as_a_size():
     engine = tiny_models.engine(tokens=64)
     size = 64 * engine.model_info.kv_bytes_per_token
     config = EngineConfig(cache=CacheConfig(capacity=f"{size / 1024}KiB"))
-    assert Engine.from_pretrained(tiny_models.build(), config=config).core.cache_manager.pool.pages * 16 == 64
+    assert inspect(Engine.from_pretrained(tiny_models.build(), config=config)).pool.pages * 16 == 64
     with pytest.raises(e.ConfigError, match="capacity"):
         CacheConfig(capacity="much")
 

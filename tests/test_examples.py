@@ -1,4 +1,4 @@
-"""Every example is short and runs. A file of its own, since files are what the workers of a test run share out."""
+"""Every example runs. A file of its own, since files are what the workers of a test run share out."""
 
 import runpy
 from pathlib import Path
@@ -10,8 +10,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 @pytest.mark.usefixtures("brief")
-def test_examples_are_short_and_run(example, capsys):
+def test_example_runs(example, capsys):
     path = EXAMPLES / example
-    assert len(path.read_text().splitlines()) <= 40
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip()

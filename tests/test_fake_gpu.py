@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.fake_cuda import FakeCudaTensor, Graph, capture_graph, fake_cuda
+from helpers.inspect_engine import inspect
 from helpers.triton_reference import run
 from peft import LoraConfig, get_peft_model
 from training.test_training import CHECK, LEARN
@@ -169,7 +170,7 @@ def test_the_host_waits_for_tokens_alone(gpu):
 def test_steps_can_be_recorded_and_say_the_same(gpu):
     here = branches(engine("cpu"))
     there = engine("cuda")
-    adapter = there.core.hf_model
+    adapter = inspect(there).hf_model
     adapter.compiled = CudaGraphForward(adapter, (2, 4, 8), use_compiler=False)
     assert branches(there) == here
     assert adapter.compiled.capture_error is None and len(adapter.compiled._graphs) == 2
@@ -195,7 +196,7 @@ def test_training_is_what_it_is_on_the_cpu(gpu, tmp_path):
     config = TrainConfig(lora_rank=4, lora_alpha=8, learning_rate=1e-2, batch_size=2, dropout=0.0, epochs=1)
 
     def learned(device: str) -> tuple[float, float]:
-        report = train(engine(device).core.hf_model, LEARN[:6], CHECK, tmp_path / device, config)
+        report = train(inspect(engine(device)).hf_model, LEARN[:6], CHECK, tmp_path / device, config)
         return report.loss_before, report.loss_after
 
     there, here = learned("cuda"), learned("cpu")
@@ -210,7 +211,7 @@ def test_the_benchmark_of_the_gpu_path_runs_to_its_end(gpu, monkeypatch, capsys)
         made = new_engine(self, config, most_rows)
         rows = tuple(n for n in self.shape.rows if n <= most_rows)
         if rows:
-            made.core.hf_model.compiled = CudaGraphForward(made.core.hf_model, rows, use_compiler=False)
+            inspect(made).hf_model.compiled = CudaGraphForward(inspect(made).hf_model, rows, use_compiler=False)
         return made
 
     new_engine = Bench.new_engine

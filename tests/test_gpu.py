@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.inspect_engine import inspect
 from helpers.model_configs import CONFIGS, VOCABULARY
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,7 @@ from choreograph.attention import triton_backend as triton
 from choreograph.attention.metadata import AttentionCall, AttentionMetadata, AttentionSpec, HeadShape
 from choreograph.attention.rope import Rope
 from choreograph.execution.sampler import sample
-from choreograph.request.request import DecodeState
+from choreograph.request.decode_state import DecodeState
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +44,7 @@ def heard(
             answers.append(session.decode([7, 2], [second, answers[0], first], offsets=[60, 3, 80], **every))
         engine.run_until_idle()
         engine.check()
-        assert not compile or engine.core.hf_model.compiled.capture_error is None
+        assert not compile or inspect(engine).compiled.capture_error is None
         return [[one.top[t] for t in range(VOCABULARY)] for answer in answers for one in answer.logprobs]
 
 

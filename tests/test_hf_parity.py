@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 
@@ -28,7 +29,7 @@ def distribution(message, size: int) -> torch.Tensor:
 
 
 def test_one_message_and_a_chain_give_the_logits_of_hugging_face(plain):
-    model, tokenizer = plain.core.hf_model.model, plain.tokenizer
+    model, tokenizer = inspect(plain).model, plain.tokenizer
     ids = tokenizer("Water boils at one hundred degrees. Ice melts at zero. Steam condenses when it cools.")[
         "input_ids"
     ]
@@ -50,7 +51,7 @@ def test_one_message_and_a_chain_give_the_logits_of_hugging_face(plain):
 @pytest.mark.parametrize("prompt", [PROMPTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in PROMPTS[1:])])
 def test_greedy_decode_gives_the_tokens_of_generate(plain, prompt):
     """64 tokens, the second one included: it is the first that a gap behind the header would change."""
-    model, tokenizer = plain.core.hf_model.model, plain.tokenizer
+    model, tokenizer = inspect(plain).model, plain.tokenizer
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
@@ -64,7 +65,7 @@ def test_greedy_decode_gives_the_tokens_of_generate(plain, prompt):
 
 def test_the_model_stays_usable_by_its_owner(plain):
     """Hooked only while a step runs."""
-    model = plain.core.hf_model.model
+    model = inspect(plain).model
     assert model.config._attn_implementation == "sdpa"
     with plain.session() as session:
         session.prefill([1, 2, 3]).result()
@@ -86,7 +87,7 @@ def test_home_placement_is_bit_identical_to_a_plain_model(dtype):
         assert torch.equal(
             distribution(message, tiny_models.VOCABULARY)[0], expected.logits[0, -1].float().log_softmax(-1)
         )
-        arena, entry = engine.core.cache_manager.pool, message._request.entry
+        arena, entry = inspect(engine).pool, inspect(message).entry
         slots = [entry.slot(j) for j in range(len(ids))]
         for layer, kept in enumerate(expected.past_key_values.layers):
             assert torch.equal(arena.keys[layer][slots].transpose(0, 1), kept.keys[0])

@@ -5,6 +5,7 @@ from typing import ClassVar
 import pytest
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
@@ -41,14 +42,14 @@ class Life(RuleBasedStateMachine):
     )
     def call(self, session, ids, parents, offset, decode, size):
         """Any call, most of them legal; an illegal one changes nothing."""
-        before = self.engine.core.cache_manager.stats
+        before = inspect(self.engine).cache_manager.stats
         try:
             if decode:
                 ways = SamplingParams(max_tokens=size, stop_token_ids=[3])
                 return session.decode(ids, parents, new_offset=offset, sampling=ways, footer=[7, 8])
             return session.prefill(ids, parents, new_offset=offset)
         except ChoreographError:
-            assert self.engine.core.cache_manager.stats == before
+            assert inspect(self.engine).cache_manager.stats == before
             return multiple()
 
     @rule()
@@ -96,7 +97,7 @@ class Life(RuleBasedStateMachine):
     @rule(message=messages)
     def interrupt(self, message):
         """A step that breaks in the middle is as if it had not been."""
-        adapter = self.engine.core.hf_model
+        adapter = inspect(self.engine).hf_model
         healthy = adapter.forward
 
         def broken(*_):
@@ -115,11 +116,11 @@ class Life(RuleBasedStateMachine):
         self.engine.check()
 
     def teardown(self):
-        runner = self.engine.core
+        internals = inspect(self.engine)
         self.engine.run_until_idle()
         self.engine.check()
-        for call in [*runner.scheduler.waiting, *runner.scheduler.running]:
-            runner.release(call)
+        for call in [*internals.waiting, *internals.running]:
+            internals.lifecycle.release(call)
         self.engine.check()
 
 
@@ -153,7 +154,7 @@ def test_nothing_is_held_when_every_session_is_closed():
             engine.step()
         engine.run_until_idle()
         engine.check()
-        counts = engine.core.cache_manager.stats
-        assert counts["num_referenced_entries"] == 0 and not engine.core.scheduler.running
+        counts = inspect(engine).cache_manager.stats
+        assert counts["num_referenced_entries"] == 0 and not inspect(engine).running
     engine.clear_cache()
     assert engine.stats().num_free_pages == engine.stats().num_pages

@@ -8,6 +8,7 @@ import threading
 
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import Node, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ def program(engine, nodes: list[Node], mode: str, pick: random.Random, seed: int
 def test_threads_pins_and_failing_copies_change_nothing(programs, mode, tokens, below, eviction, aware, share, seed):
     """Each thread has room for its worst moment: nothing may be refused."""
     engine = tiny_models.engine(tokens=tokens, page=2, eviction=eviction, aware=aware, **below)
-    engine.core.cache_manager.offload_manager.executor = FailingMover(random.Random(seed), share)
+    inspect(engine).offload_manager.executor = FailingMover(random.Random(seed), share)
     results: list[list[list[int] | None] | BaseException] = [[] for _ in programs]
 
     def work(index: int) -> None:
@@ -108,5 +109,5 @@ def test_threads_pins_and_failing_copies_change_nothing(programs, mode, tokens, 
     engine.run_until_idle()
     engine.check()
     engine.clear_cache()
-    counts = engine.core.cache_manager.stats
-    assert counts["num_free_pages"] == counts["num_pages"] and not engine.core.cache_manager.pins
+    counts = inspect(engine).cache_manager.stats
+    assert counts["num_free_pages"] == counts["num_pages"] and not inspect(engine).pins

@@ -12,8 +12,8 @@ from helpers.hypothesis_profile import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph.kv_cache.fixed_parts import prefix_key
 from choreograph.kv_cache.hashing import content_hash
+from choreograph.kv_cache.hints import prefix_key
 from choreograph.namespace import UNSALTED, Client, Namespace, serialize, shared_namespace
 
 # what joined and parsed text uses: separators, quotes, brackets, escapes, zero bytes, and an unpaired surrogate

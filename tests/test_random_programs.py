@@ -8,6 +8,7 @@ import random
 
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import Node, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def submit(session: Session, messages: list[Message], node: Node, size: int) -> 
 
 
 def break_now_and_then(engine, pick: random.Random) -> None:
-    healthy = engine.core.hf_model.forward
+    healthy = inspect(engine).hf_model.forward
 
     def forward(*arguments):
         logits = healthy(*arguments)
@@ -37,7 +38,7 @@ def break_now_and_then(engine, pick: random.Random) -> None:
             raise Broken
         return logits
 
-    engine.core.hf_model.forward = forward
+    inspect(engine).hf_model.forward = forward
 
 
 def crowded_life(nodes: list[Node], mode: str, pick: random.Random) -> list[Message]:
@@ -76,7 +77,7 @@ def crowded_life(nodes: list[Node], mode: str, pick: random.Random) -> list[Mess
         pass
     session.close()
     engine.clear_cache()
-    counts = engine.core.cache_manager.stats
+    counts = inspect(engine).cache_manager.stats
     assert counts["num_free_pages"] == counts["num_pages"]
     return messages
 
@@ -97,5 +98,5 @@ def quiet_life(nodes: list[Node], mode: str) -> list[Message | None]:
 def test_crowded_lives_equal_quiet_ones(nodes, mode, seed):
     lived = crowded_life(nodes, mode, random.Random(seed))
     for message, expected in zip(lived, quiet_life(nodes[: len(lived)], mode), strict=True):
-        if message._request.state.value == "done":
+        if inspect(message).state.value == "done":
             assert message.tokens == expected.tokens

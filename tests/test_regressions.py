@@ -5,9 +5,11 @@ import threading
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 from helpers.recursion_limit import limit_recursion
 
 from choreograph import Engine, SamplingParams
+from choreograph.api.call import Call
 from choreograph.attention import cpp_backend as native
 from choreograph.attention.metadata import AttentionCall, AttentionSpec, build_metadata
 from choreograph.errors import CacheFullError, MessageReleasedError, RequestFailedError, SessionClosedError
@@ -31,17 +33,17 @@ def test_a_client_name_never_runs_into_the_tokens():
         a.prefill([12, 3]).result()
         other = b.prefill([2, 3]).result()
         assert other.usage.cached_tokens == 0
-        assert other._request.entry.tokens == [2, 3]
+        assert inspect(other).entry.tokens == [2, 3]
 
 
 def test_a_parent_released_after_validation_is_still_refused():
     engine = tiny_models.engine()
     with engine.session() as session:
         parent = session.prefill([1, 2])
-        late = session._build_request([3], (parent,), None, None)
+        late = session.build(Call("prefill", [3], (parent,)))
         parent.release()
         with pytest.raises(MessageReleasedError):
-            session._submit([late])
+            session.submit([late])
         engine.check()
 
 
@@ -60,9 +62,9 @@ def test_a_step_that_breaks_anywhere_is_as_if_it_had_not_been(where, monkeypatch
         sampled = session.decode([4], sampling=SamplingParams(max_tokens=5, seed=9, logprobs=1))
         for _ in range(3):
             with monkeypatch.context() as patch:
-                engine.core.model_runner.reset()  # else the metadata was built by the step before
+                inspect(engine).runner.reset()  # else the metadata was built by the step before
                 if where == "forward":
-                    patch.setattr(engine.core.hf_model, "forward", broken)
+                    patch.setattr(inspect(engine).hf_model, "forward", broken)
                 else:
                     module = "core.scheduler" if where == "Batch.add_chunk" else "execution.model_runner"
                     patch.setattr(f"choreograph.{module}.{where}", broken)
@@ -101,7 +103,7 @@ def test_a_call_whose_admission_is_interrupted_holds_nothing(mode, where, monkey
         assert late[1].output_token_ids
         engine.check()
     engine.clear_cache()
-    counts = engine.core.cache_manager.stats
+    counts = inspect(engine).cache_manager.stats
     assert counts["num_referenced_entries"] == 0 and counts["num_free_pages"] == counts["num_pages"]
 
 
@@ -127,7 +129,7 @@ def test_a_call_whose_admission_breaks_fails_and_holds_nothing(mode, where, monk
 
 def test_one_call_without_numbers_fails_alone():
     engine = tiny_models.engine()
-    healthy = engine.core.hf_model.forward
+    healthy = inspect(engine).hf_model.forward
 
     def poisoned(*arguments):
         logits = healthy(*arguments)
@@ -137,9 +139,9 @@ def test_one_call_without_numbers_fails_alone():
     with engine.session() as session:
         sick = session.decode([1, 2, 3], sampling=SamplingParams(top_p=0.5))
         well = session.decode([4, 5], sampling=GREEDY)
-        engine.core.hf_model.forward = poisoned
+        inspect(engine).hf_model.forward = poisoned
         engine.step()
-        engine.core.hf_model.forward = healthy
+        inspect(engine).hf_model.forward = healthy
         with pytest.raises(RequestFailedError, match="NaN"):
             sick.result()
         assert well.output_token_ids == answer(tiny_models.engine(), [4, 5])
@@ -172,7 +174,7 @@ def test_a_hearer_that_raises_fails_its_message_alone(mode, at):
         engine.check()
     engine.run_until_idle()
     engine.clear_cache()
-    counts = engine.core.cache_manager.stats
+    counts = inspect(engine).cache_manager.stats
     assert counts["num_referenced_entries"] == 0 and counts["num_free_pages"] == counts["num_pages"]
 
 
@@ -181,7 +183,7 @@ def test_a_hearer_hears_of_steps_that_are_published():
     with engine.session() as session:
         watched, other = (session.decode([1, 2, number], sampling=GREEDY) for number in (3, 4))
         seen = []
-        watched.on_logprobs(lambda _: (seen.append(len(other._request.decode_state.tokens)), engine.check()))
+        watched.on_logprobs(lambda _: (seen.append(len(inspect(other).generated)), engine.check()))
         watched.result()
         assert seen == [1, 2, 3, 4, 5, 6]
 
@@ -191,7 +193,7 @@ def test_one_call_that_cannot_take_its_token_fails_alone(monkeypatch):
     with engine.session() as session:
         sick, well = session.decode([1, 2, 3], sampling=GREEDY), session.decode([4, 5], sampling=GREEDY)
         engine.step()
-        monkeypatch.setattr(sick._request.decode_state, "append", lambda token: 1 // 0)
+        monkeypatch.setattr(inspect(sick).decode_state, "append", lambda token: 1 // 0)
         assert well.output_token_ids == answer(tiny_models.engine(), [4, 5])
         with pytest.raises(RequestFailedError, match="ZeroDivisionError"):
             sick.result()
@@ -264,7 +266,7 @@ def test_a_session_releases_everything_whatever_goes_wrong_and_raises_the_first_
     engine = tiny_models.engine()
     session = engine.session()
     messages = [session.prefill([i] * 4).pin() for i in range(3)]
-    release = engine.core.release
+    release = inspect(engine).lifecycle.release
 
     def broken(call):
         release(call)
@@ -273,11 +275,11 @@ def test_a_session_releases_everything_whatever_goes_wrong_and_raises_the_first_
     def told(event):
         raise ValueError("later")
 
-    monkeypatch.setattr(engine.core, "release", broken)
+    monkeypatch.setattr(inspect(engine).lifecycle, "release", broken)
     engine.events.subscribe(told)
     with pytest.raises(ValueError, match=f"message {messages[-1].id}"):
         session.close()
-    assert engine.stats().num_referenced_entries == 0 and not engine.core.cache_manager.pins
+    assert engine.stats().num_referenced_entries == 0 and not inspect(engine).pins
     engine.check()
 
 
@@ -371,13 +373,13 @@ def in_another_thread(work) -> None:
 
 def test_what_is_submitted_while_another_thread_closes_the_session_is_released():
     engine = tiny_models.engine()
-    session, submit = engine.session(), engine.core.add_requests
+    session, submit = engine.session(), inspect(engine).core.add_requests
 
     def closing(*calls, **given):
         submit(*calls, **given)
         in_another_thread(session.close)
 
-    engine.core.add_requests = closing
+    inspect(engine).core.add_requests = closing
     with pytest.raises(SessionClosedError):
         session.prefill([{"tokens": [1, 2]}, {"tokens": [3]}])
     engine.run_until_idle()
@@ -388,16 +390,16 @@ def test_what_is_pinned_while_another_thread_closes_the_session_is_not_kept():
     engine = tiny_models.engine()
     session = engine.session()
     first, second = (session.prefill([i, 2]).result() for i in range(2))
-    release = engine.core.release
+    release = inspect(engine).lifecycle.release
 
     def pinning(call):
-        if call is second._request:
+        if call is inspect(second).request:
             in_another_thread(first.pin)
         release(call)
 
-    engine.core.release = pinning
+    inspect(engine).lifecycle.release = pinning
     session.close()
-    assert not engine.core.cache_manager.pins and engine.stats().num_referenced_entries == 0
+    assert not inspect(engine).pins and engine.stats().num_referenced_entries == 0
 
 
 def test_threads_share_an_engine_and_engines_share_a_model():
@@ -444,8 +446,8 @@ def test_a_cache_folder_that_cannot_be_written_falls_back(monkeypatch, tmp_path)
     native.load_kernel.cache_clear()
     try:
         engine = tiny_models.engine()
-        assert engine.core.backend.name == "sdpa"
-        assert engine.core.backend_fallback_reason
+        assert inspect(engine).backend.name == "sdpa"
+        assert inspect(engine).backend_fallback_reason
         assert answer(engine) == answer(tiny_models.engine(backend="reference"))
     finally:
         native.load_kernel.cache_clear()
@@ -478,7 +480,7 @@ def test_released_messages_and_forgotten_clients_leave_nothing_behind():
         with engine.session(mode="prefix", client_id=f"client {i}") as session:
             session.decode([1, 2, 3], sampling=GREEDY).result()
     engine.clear_cache()
-    assert not engine.core.cache_manager._prefix_trees
+    assert not len(inspect(engine).prefix_tree)
     assert engine.stats().num_unreferenced_entries == 0
 
 
@@ -487,7 +489,7 @@ def test_clients_whose_calls_do_not_fit_leave_nothing_behind():
     for i in range(3):
         with engine.session(mode="prefix", client_id=f"client {i}") as session, pytest.raises(CacheFullError):
             session.decode([1], [session.prefill([2] * 64)], sampling=GREEDY).result()
-    assert not engine.core.cache_manager._prefix_trees
+    assert not len(inspect(engine).prefix_tree)
 
 
 def test_ready_calls_take_turns_when_a_step_is_small():
@@ -496,7 +498,7 @@ def test_ready_calls_take_turns_when_a_step_is_small():
         calls = [session.decode([i], sampling=SamplingParams(max_tokens=40, temperature=0)) for i in range(6)]
         for _ in range(30):
             engine.step()
-        counts = [len(m._request.decode_state.tokens) for m in calls]
+        counts = [len(inspect(m).generated) for m in calls]
         assert max(counts) - min(counts) <= 1
 
 
@@ -508,9 +510,9 @@ def test_a_prompt_that_nobody_can_use_yet_delays_no_first_token():
         later = session.prefill(list(range(30)))
         vote = session.decode([9], [later, *branches], sampling=GREEDY)
         engine.step()
-        assert engine.core.num_batched_tokens == 10 + 3 * 2
+        assert engine.stats().num_batched_tokens == 10 + 3 * 2
         engine.step()
-        assert engine.core.num_batched_tokens == 16 + 3 + 30, "encoded while the branches decode"
+        assert engine.stats().num_batched_tokens == 16 + 3 + 30, "encoded while the branches decode"
         assert vote.result().timing.ttft is not None
 
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams, Turn
 from choreograph.errors import (
@@ -47,7 +48,7 @@ def talk(embedded):
         yield opened
     embedded.run_until_idle()
     embedded.check()
-    assert embedded.core.cache_manager.stats["num_referenced_entries"] == 0
+    assert embedded.stats().num_referenced_entries == 0
 
 
 def ids(engine, text: str) -> list[int]:
@@ -60,7 +61,7 @@ def ids(engine, text: str) -> list[int]:
 def test_nothing_runs_until_a_value_is_read(engine, session):
     first = session.prefill([1, 2, 3])
     answer = session.decode([4], parents=[first], sampling=GREEDY)
-    assert engine.core.num_steps == 0
+    assert engine.stats().num_steps == 0
     assert (answer.id, answer.kind, first.kind, answer.done, first.done) == (
         answer.id,
         "decode",
@@ -70,9 +71,9 @@ def test_nothing_runs_until_a_value_is_read(engine, session):
     )
     assert first.tokens == [1, 2, 3]
     assert first.length == 3
-    assert engine.core.num_steps == 0, "the tokens of a prefill are known"
+    assert engine.stats().num_steps == 0, "the tokens of a prefill are known"
     assert len(answer.tokens) == 7
-    assert engine.core.num_steps > 0
+    assert engine.stats().num_steps > 0
     assert answer.done
 
 
@@ -80,18 +81,18 @@ def test_reading_one_value_batches_what_was_submitted(engine, session):
     shared = session.prefill([1, 2, 3])
     branches = [session.decode([4, i], parents=[shared], sampling=GREEDY) for i in range(5)]
     branches[0].result()
-    alone = engine.core.num_steps
+    alone = engine.stats().num_steps
     assert alone <= 1 + GREEDY.max_tokens
     assert all(branch.done for branch in branches), "the others ran in the same steps"
     assert [len(branch.output_token_ids) for branch in branches] == [6] * 5
-    assert engine.core.num_steps == alone
+    assert engine.stats().num_steps == alone
 
 
 def test_a_chain_of_prefills_is_one_step(engine, session):
     first = session.prefill([1])
     second = session.prefill([2], parents=[first])
     session.prefill([3], parents=[first, second]).result()
-    assert engine.core.num_steps == 1
+    assert engine.stats().num_steps == 1
 
 
 def test_step_and_drain(engine, session):
@@ -100,9 +101,9 @@ def test_step_and_drain(engine, session):
     assert not answer.done
     engine.run_until_idle()
     assert answer.done
-    steps = engine.core.num_steps
+    steps = engine.stats().num_steps
     assert not engine.step()
-    assert engine.core.num_steps == steps
+    assert engine.stats().num_steps == steps
 
 
 def test_results_do_not_depend_on_the_order_of_reading(tiny_engine):
@@ -134,12 +135,12 @@ def test_lists_of_calls(engine, session):
 
 
 def test_a_list_is_taken_whole_or_not_at_all(engine, session):
-    before = engine.core.cache_manager.stats, len(session.messages), list(engine.core.scheduler.waiting)
+    before = inspect(engine).cache_manager.stats, len(session.messages), list(inspect(engine).waiting)
     good = {"header": [1], "sampling": GREEDY}
     for bad in ({"header": []}, {"header": [1], "colour": 2}, {"sampling": GREEDY}, {"header": [{"header": [1]}]}):
         with pytest.raises(InvalidRequestError):
             session.decode([good, bad])
-        assert (engine.core.cache_manager.stats, len(session.messages), list(engine.core.scheduler.waiting)) == before
+        assert (inspect(engine).cache_manager.stats, len(session.messages), list(inspect(engine).waiting)) == before
 
 
 def test_arguments_beside_a_list_are_refused(session):
@@ -438,7 +439,7 @@ async def test_awaited_messages_share_steps(engine, session):
         return await session.decode([header], sampling=GREEDY)
 
     gathered = await asyncio.gather(*(branch(i) for i in range(6)))
-    assert engine.core.num_steps <= 2 * GREEDY.max_tokens
+    assert engine.stats().num_steps <= 2 * GREEDY.max_tokens
     engine.check()
     assert [one.tokens for one in gathered] == [session.decode([i], sampling=GREEDY).tokens for i in range(6)]
 
@@ -610,7 +611,7 @@ def test_a_release_before_the_first_step_cancels(engine, session):
     ):
         with pytest.raises(MessageReleasedError, match=str(answer.id)):
             read()
-    assert engine.core.num_steps == 0
+    assert engine.stats().num_steps == 0
 
 
 def test_cancelling_one_branch_leaves_the_others(engine, session):
@@ -696,13 +697,13 @@ def test_a_session_closes_after_an_error_inside(engine):
 @pytest.mark.parametrize("start", [None, 0, 17, 300])
 def test_an_equal_prefill_is_found_by_content(engine, session, start):
     session.prefill([1, 2, 3]).result()
-    rows = engine.core.num_batched_tokens
+    rows = engine.stats().num_batched_tokens
     again = session.prefill([1, 2, 3], new_offset=start)
     assert again.usage.cached_tokens == 3
     assert again.usage.computed_tokens == 0
     assert again.finish_reason == "cached"
     assert again.position == (start or 0)
-    assert engine.core.num_batched_tokens == rows
+    assert engine.stats().num_batched_tokens == rows
 
 
 def test_what_is_found_elsewhere_behaves_as_if_encoded_there(tiny_engine):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from choreograph import SamplingParams
 from choreograph.errors import SamplingError
-from choreograph.request.request import DecodeState
+from choreograph.request.decode_state import DecodeState
 from choreograph.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOKEN_IDS
 from choreograph.stop_strings import ROOT, StopAutomaton, stop_automaton
 

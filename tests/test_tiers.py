@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import message_graphs, tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.recursion_limit import limit_recursion
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,7 +179,7 @@ def test_a_pinned_message_stays_and_the_session_gives_it_back():
         with pytest.raises(ChoreographError, match="seconds=nan"):
             kept.pin(math.nan)
     engine.check()
-    assert engine.stats().num_referenced_pages == 0 and not engine.core.cache_manager.pins
+    assert engine.stats().num_referenced_pages == 0 and not inspect(engine).pins
 
 
 @pytest.mark.parametrize("seconds", [None, math.inf])
@@ -186,7 +187,7 @@ def test_nobody_waits_for_a_pin_without_an_end(seconds):
     engine = tiny_models.engine(tokens=32)
     with engine.session() as session:
         kept = session.prefill([1] * 24).pin(seconds)
-        assert engine.core.cache_manager.pins.next_expiry is None
+        assert inspect(engine).pins.next_expiry is None
         with pytest.raises(CacheFullError):
             session.prefill([2] * 24).result()
         assert kept.kv_location == "device"
@@ -220,7 +221,7 @@ class Slow(ThreadExecutor):
 @pytest.mark.parametrize("aware", [True, False])
 def test_a_call_whose_context_is_loading_is_passed_over_for_a_ready_one(aware):
     engine = tiny_models.engine(tokens=80, host_capacity=96, aware=aware)
-    store = engine.core.cache_manager
+    store = inspect(engine).cache_manager
     with engine.session() as session:
         away = session.prefill([1] * 24).result()
         big = session.prefill([2] * 76).result()
@@ -234,11 +235,11 @@ def test_a_call_whose_context_is_loading_is_passed_over_for_a_ready_one(aware):
         if aware:
             engine.step()
             assert (
-                away.kv_location == "loading" and soon._request.first_token_time and not late._request.first_token_time
+                away.kv_location == "loading" and inspect(soon).first_token_time and not inspect(late).first_token_time
             )
         else:
             engine.step()
-            assert late._request.first_token_time  # the step waited for the load, layer by layer
+            assert inspect(late).first_token_time  # the step waited for the load, layer by layer
         opener.join()
         assert late.result().usage.cached_tokens == 24
         engine.check()
@@ -254,7 +255,7 @@ def test_a_damaged_file_or_a_broken_transfer_leads_to_a_rebuild_and_the_same_res
             session.prefill([7] * 40).release() or session.prefill([8] * 40).result().release()
             assert (root.kv_location, child.kv_location) == ("disk", "disk")
             if damage:
-                file = root._request.entry.tier_copies["disk"].file
+                file = inspect(root).entry.tier_copies["disk"].file
                 file.write_bytes(file.read_bytes()[:-4] + b"oops")
             message = session.decode([5], [root, child], sampling=GREEDY)
             behind = session.prefill([6], [child])
@@ -262,7 +263,7 @@ def test_a_damaged_file_or_a_broken_transfer_leads_to_a_rebuild_and_the_same_res
             engine.check()
         assert engine.events.counts["failed_transfer"] == damage
         assert engine.events.counts["recomputing"] == damage
-        assert not list(tmp_path.iterdir()) or engine.core.cache_manager.offload_manager.close() is None
+        assert not list(tmp_path.iterdir()) or inspect(engine).offload_manager.close() is None
     assert texts[0] == texts[1]
 
 
@@ -281,18 +282,16 @@ def test_an_engine_that_is_closed_while_another_thread_computes_leaves_no_files(
     closing = threading.Thread(target=engine.close)
     with engine.session() as session:
         first, second = (session.prefill([i] * 32) for i in range(2))
-        with engine.core.lock:
+        with inspect(engine).lock:
             first.result()
             closing.start()
             closing.join(0.1)
             second.result()
-            assert engine.core.closed and list(tmp_path.iterdir())  # what was sent away meanwhile is well
-            engine.core.poll_transfers()
+            assert inspect(engine).is_closed and list(tmp_path.iterdir())  # what was sent away meanwhile is well
+            inspect(engine).poll_transfers()
             assert not engine.events.counts["failed_transfer"]
         closing.join(20)
-        assert not list(tmp_path.iterdir()) and not engine.core.cache_manager.offload_manager.tiers[0].fits_when_empty(
-            1
-        )
+        assert not list(tmp_path.iterdir()) and not inspect(engine).offload_manager.tiers[0].fits_when_empty(1)
         assert len(first.pin().export_kv().layers) == 2
     engine.check()
 
@@ -316,7 +315,7 @@ def test_prefix_mode_finds_what_was_generated_when_it_has_left():
     with engine.session(mode="prefix") as session:
         said = session.decode([1, 2, 3, 4], sampling=GREEDY).result()
         session.decode([30] * 40, sampling=GREEDY).result()
-        assert said._request.entry.location == "host"
+        assert inspect(said).entry.location == "host"
         assert session.decode([5], [said], sampling=GREEDY).result().usage.cached_tokens == 4 + 6 - 1
 
 
@@ -377,7 +376,7 @@ def test_a_tier_that_cannot_be_written_is_given_up_for_what_it_refused():
     engine = tiny_models.engine(tokens=40, disk_capacity=400)
     with engine.session(seed=0) as s:
         first = s.prefill([1] * 16).wait_encoded()
-        shutil.rmtree(engine.core.cache_manager.offload_manager.tiers[-1].folder)
+        shutil.rmtree(inspect(engine).offload_manager.tiers[-1].folder)
         s.prefill([2] * 32).wait_encoded()
         assert first.kv_location == "dropped" and engine.events.counts["failed_transfer"] == 1
         assert s.decode([3], [first], sampling=TWO).tokens
@@ -391,7 +390,7 @@ def stuck(path, missing_ok=False):
 def test_a_disk_that_gives_nothing_back_leads_to_the_same_results_and_loses_no_memory(how, monkeypatch, tmp_path):
     """It cannot unlink; a folder stands where a file was; a file stands where the folder was."""
     engine, roomy = tiny_models.engine(tokens=112, disk_capacity=1024, disk_dir=tmp_path), tiny_models.engine()
-    folder = engine.core.cache_manager.offload_manager.tiers[-1].folder
+    folder = inspect(engine).offload_manager.tiers[-1].folder
 
     def flow(engine, breaks=lambda: None):
         with engine.session(seed=1) as session:
@@ -423,7 +422,7 @@ def test_a_disk_that_gives_nothing_back_leads_to_the_same_results_and_loses_no_m
         engine.check()
     monkeypatch.undo()
     assert flow(engine) == expected
-    counts = engine.core.cache_manager.stats
+    counts = inspect(engine).cache_manager.stats
     assert (
         counts["num_referenced_entries"] == counts["num_unreferenced_entries"] == 0
         and counts["num_free_pages"] == counts["num_pages"]
@@ -452,9 +451,9 @@ def test_equal_messages_are_pinned_each_for_itself():
         one.pin()
         two.pin()
         one.unpin()
-        assert two._request.entry.in_use
+        assert inspect(two).entry.in_use
         two.unpin()
-        assert not two._request.entry.in_use
+        assert not inspect(two).entry.in_use
 
 
 def test_what_a_cleared_cache_could_not_load_is_rebuilt():
@@ -463,13 +462,13 @@ def test_what_a_cleared_cache_could_not_load_is_rebuilt():
         first = s.prefill([1] * 16).wait_encoded()
         s.prefill([2] * 32).wait_encoded().release()
         engine.clear_cache()
-        file = next(engine.core.cache_manager.offload_manager.tiers[-1].folder.glob("*.safetensors"))
+        file = next(inspect(engine).offload_manager.tiers[-1].folder.glob("*.safetensors"))
         file.write_bytes(b"x" * 50)
         answer = s.decode([3], [first], sampling=TWO)
-        runner = engine.core
-        with runner.lock:
-            runner.poll_transfers()
-            runner.scheduler.schedule()  # admits the call while its context is being loaded
+        internals = inspect(engine)
+        with internals.lock:
+            internals.poll_transfers()
+            internals.scheduler.schedule()  # admits the call while its context is being loaded
         engine.clear_cache()
         assert answer.tokens and engine.events.counts["recomputing"] == 1
 
@@ -478,9 +477,10 @@ def test_a_process_may_end_while_copies_are_under_way():
     program = (
         "import time\n"
         "from helpers import tiny_models\n"
+        "from helpers.inspect_engine import inspect\n"
         "from choreograph.kv_cache import transfer\n"
         "engine = tiny_models.engine(tokens=40, host_capacity=4096)\n"
-        "engine.core.cache_manager.offload_manager.executor.start(\n"
+        "inspect(engine).offload_manager.executor.start(\n"
         "    transfer.Transfer('loading', 100000, 1, lambda layer: time.sleep(0.001)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, cwd=Path(__file__).parent)
@@ -495,15 +495,15 @@ def test_a_child_of_a_prefix_that_cannot_be_loaded_goes_with_it():
         first = session.decode([5], [root], sampling=GREEDY).result()
         second = session.decode([6] * 4, [root, first], sampling=GREEDY).result()
         session.decode([30] * 56, sampling=GREEDY).result()
-        for file in engine.core.cache_manager.offload_manager.tiers[-1].folder.glob("*.safetensors"):
+        for file in inspect(engine).offload_manager.tiers[-1].folder.glob("*.safetensors"):
             file.write_bytes(b"x" * 50)
-        runner, traffic = engine.core, engine.core.cache_manager.offload_manager
+        internals, traffic = inspect(engine), inspect(engine).offload_manager
         again = session.decode([7], [root, first, second], sampling=GREEDY)
         while not traffic.num_loads:  # at first others leave
             traffic.wait()
-            runner.poll_transfers()
+            internals.poll_transfers()
             traffic.executor = slow = Slow()
-            runner.scheduler.schedule()
+            internals.scheduler.schedule()
             if not traffic.num_loads:
                 slow.gate.set()
         assert traffic.num_loads >= 2
@@ -550,17 +550,17 @@ def test_a_message_that_is_released_while_another_thread_pins_it_is_not_pinned()
         time.sleep(0.1)
         other.close()
         thread.join(20)
-        assert problems and len(engine.core.cache_manager.pins) == 1
+        assert problems and len(inspect(engine).pins) == 1
 
 
 def count_steps(engine, most: int) -> None:
-    step = engine.core.step
+    step = inspect(engine).core.step
 
     def counted(**how):
-        assert engine.core.num_steps < most, "it is computed for ever"
+        assert engine.stats().num_steps < most, "it is computed for ever"
         return step(**how)
 
-    engine.core.step = counted
+    inspect(engine).core.step = counted
 
 
 def test_what_a_pin_has_rebuilt_ahead_is_not_lost_to_a_call_that_waits_and_the_pin_is_refused():
@@ -605,7 +605,7 @@ def test_bringing_a_message_back_that_breaks_holds_nothing(use, monkeypatch):
         session.prefill([3] * 62).result().release()
         assert seen.kv_location == message.kv_location == "dropped"
         with monkeypatch.context() as broken:
-            broken.setattr(engine.core.hf_model, "forward", interrupted)
+            broken.setattr(inspect(engine).hf_model, "forward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 getattr(message, use)()
         engine.check()

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from choreograph import CacheConfig, EngineConfig
-from choreograph.features.cross_model import LayerPattern
 from choreograph.lab.profiling.profiler import time_patterns
+from choreograph.layer_pattern import LayerPattern
 
 from .bench import Bench, PartResult, now
 from .budget import Allowance

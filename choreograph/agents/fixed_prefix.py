@@ -6,9 +6,10 @@ from typing import NamedTuple
 from ..api.session import Session
 from ..context.placement import namespace_of
 from ..kv_cache.entry import KVEntry
-from ..kv_cache.fixed_parts import prefix_key
 from ..kv_cache.hashing import content_hash
-from ..kv_cache.prefix_tree import MIN_SHARED_PREFILL_TOKENS, common_prefix_len
+from ..kv_cache.hints import prefix_key
+from ..kv_cache.prefix_tree import common_prefix_len
+from ..kv_cache.shared_headers import MIN_SHARED_PREFILL_TOKENS
 from ..request.request import Request
 
 
@@ -27,7 +28,7 @@ class FixedPrefix:
     """
 
     def __init__(self, session: Session) -> None:
-        self._core, self._mode = session._core, session.mode
+        self._core, self._mode = session.core, session.mode
         self._marks: dict[int, tuple[Request, int | None]] = {}  # by message ID: end of the fixed part; None: all
         self._unresolved: dict[int, tuple[Request, int | None]] = {}  # marks whose message has no key yet
         self._parts: dict[bytes, FixedPart] = {}
@@ -79,7 +80,8 @@ class FixedPrefix:
             end = max((common_prefix_len(last, tokens) for last in self._last_prompts), default=0)
         if end:
             key, cache_manager = prefix_key(decode.namespace, tokens[:end]), self._core.cache_manager
-            cache_manager.fixed_parts.add_prefix(key, cache_manager.prefix_tree(decode.namespace).match(tokens[:end]))
+            path = cache_manager.prefix_tree.match(decode.namespace, tokens[:end])
+            cache_manager.fixed_parts.add_prefix(key, path)
             self._parts[key], self.keys = FixedPart(key, ()), None
             self._turn_keys.add(key)
 
@@ -134,7 +136,8 @@ class FixedPrefix:
         key = entry.content_hash
         if end is not None and end < len(entry.tokens):
             namespace = namespace_of(request, self._core.hf_model.model_info)
-            key = content_hash(namespace, entry.tokens[:end], entry.base_position, entry.context)
+            source = entry.layers.hidden_source
+            key = content_hash(namespace, entry.tokens[:end], entry.base_position, entry.context, source)
             self._core.cache_manager.fixed_parts.add(key, entry, end)
         self._parts[key], self.keys = FixedPart(entry.content_hash, _context_hashes(entry)), None
         return key
@@ -150,17 +153,19 @@ def _context_hashes(entry: KVEntry) -> tuple[bytes, ...]:
     """Return the content hashes of everything that an entry attends to, transitively."""
     entries, seen = [entry], {entry.id}
     for ancestor in entries:  # grows during iteration
-        for kv_slice in ancestor.context:
-            if kv_slice.entry.id not in seen:
-                seen.add(kv_slice.entry.id)
-                entries.append(kv_slice.entry)
+        for read_entry in ancestor.read_entries:
+            if read_entry.id not in seen:
+                seen.add(read_entry.id)
+                entries.append(read_entry)
     return tuple(e.content_hash for e in entries[1:] if e.content_hash is not None)
 
 
 def _have_equal_context(a: KVEntry, b: KVEntry) -> bool:
     """Return whether equal tokens of two entries have equal keys and values."""
 
-    def places(entry: KVEntry) -> list[tuple]:
-        return [(s.entry.content_hash, *s[1:]) for s in entry.context]
+    def places(entry: KVEntry) -> tuple[bytes | None, list[tuple]]:
+        source = entry.layers.hidden_source
+        source_hash = None if source is None else source.content_hash
+        return source_hash, [(s.entry.content_hash, *s[1:]) for s in entry.context]
 
     return a.base_position == b.base_position and places(a) == places(b)

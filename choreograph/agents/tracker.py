@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..api.message import Message, MessageSlice, unwrap_slice
-from ..api.request_tag import RequestTag, tag_requests
-from ..api.session import PromptInput, Session
+from ..api.call import PromptInput
+from ..api.message import Message
+from ..api.session import Session
 from ..config import check_count
 from ..errors import ConfigError, GraphError, InvalidRequestError, NotAMessageError
 from ..events import Event
-from ..kv_cache.eviction import EvictionHints
+from ..features.agent_tags import RequestTag, tag_requests
+from ..kv_cache.hints import EvictionHints
+from ..messages.handle import MessageSlice, unwrap_slice
 from ..namespace import Client
 from ..request.request import Request
 from .fixed_prefix import FixedPrefix, content_hashes
@@ -95,7 +97,7 @@ class Workflow:
         self.progress = Progress()
         self._max_prefetch = prefetch
         self._infer_fixed_prefix = infer_fixed_prefix
-        self._core = session._core
+        self._core = session.core
         self._turns: list[AgentTurn] = []
         self._num_finished_turns = 0
         self._fixed: dict[str, FixedPrefix] = {}  # by agent
@@ -119,7 +121,7 @@ class Workflow:
         with self._core.lock:
             self._closed = True
             self._core.cache_manager.hints.update(self, None)
-            self._core.cache_manager.prefetcher.update(self, (), 0)
+            self._core.prefetcher.update(self, (), 0)
             for turn in self._turns:
                 for message_id in turn.unfinished:
                     self._core.events.unwatch(message_id)
@@ -299,8 +301,8 @@ class Workflow:
             if self._max_prefetch and manager.offload_manager.tiers:
                 next_keys = [key for key in expected if expected[key] <= 1]
                 next_keys.sort(key=expected.__getitem__)  # those of running agents first
-                manager.prefetcher.update(self, next_keys, self._max_prefetch)
-                if manager.prefetcher.missing:
+                self._core.prefetcher.update(self, next_keys, self._max_prefetch)
+                if self._core.prefetcher.missing:
                     self._core.prefetch()
 
     def _ephemeral_hints(self) -> dict[bytes, float]:

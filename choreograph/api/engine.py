@@ -5,23 +5,27 @@ import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 from transformers import PreTrainedModel
 
 from ..config import EngineConfig, as_int, check_capacity, parse_capacity
+from ..context.feature import ContextFeature, FeatureSet
 from ..core.core import EngineCore
 from ..errors import ConfigError, ModelError
 from ..events import EventBus
-from ..features.budget import Budget
-from ..features.cross_model import LayerPattern, PatternSelector, parse_layer_pattern
-from ..features.guard import OnLeak
-from ..features.repair.strategy import Repair
+from ..features.agent_tags import AgentTags
+from ..features.budget import BudgetedRepair
+from ..features.guard import Guard
+from ..features.other_models import LostParents, OtherModels, PatternSelector
+from ..features.repair.planner import ContextRepair
+from ..kv_cache.eviction import policy_name
 from ..kv_cache.manager import KVCacheManager
 from ..kv_cache.pool import KVPool
 from ..kv_cache.tiers import make_tiers
 from ..kv_cache.transfer import SyncExecutor
+from ..layer_pattern import LayerPattern, parse_layer_pattern
 from ..models.hf_model import HFModel
 from ..models.info import ModelInfo, total_memory
 from ..models.loader import DEFAULT_MODEL, check_dtype, load
@@ -29,6 +33,7 @@ from ..models.lora import LoraWeights
 from ..namespace import Client
 from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock
+from .call import SessionOptions
 from .chat import ChatTemplate
 from .session import Session
 
@@ -51,13 +56,16 @@ class Engine:
         *,
         adapters: Adapters | None = None,
         models: Models | None = None,
+        features: Iterable[ContextFeature] = (),
     ) -> None:
         config, model_info = config or EngineConfig(), hf_model.model_info
         memory = [total_memory(device) for device in (model_info.device, torch.device("cpu"))]
         check_capacity(config.cache, model_info.kv_bytes_per_token, *memory)
         events, lock = EventBus(), DeferSigintLock()
         cache_manager = _create_cache_manager(hf_model, config, events, lock.sleep)
-        self.core = EngineCore(hf_model, config, cache_manager, events, lock)
+        self.other_models = OtherModels()
+        library = (AgentTags(), Guard(), LostParents(), BudgetedRepair(), ContextRepair(), self.other_models)
+        self.core = EngineCore(hf_model, config, cache_manager, events, lock, FeatureSet((*library, *features)))
         for name, source in (adapters or {}).items():
             self.add_adapter(name, source)
         for name, model in (models or {}).items():
@@ -79,6 +87,7 @@ class Engine:
         adapters: Adapters | None = None,
         models: Models | None = None,
         layer_reuse: Mapping[str, LayerPattern | Sequence[int]] | None = None,
+        features: Iterable[ContextFeature] = (),
     ) -> "Engine":
         """Load a model and create an engine.
 
@@ -92,6 +101,7 @@ class Engine:
             adapters: LoRA adapters by name, each a folder saved by `peft` or a Hub id.
             models: sibling models of the same architecture by name, each as `model`.
             layer_reuse: pattern of `enable_layer_reuse` for each model that reuses layers of the base.
+            features: your own, in the order in which they are called, after the library's.
 
         Raises:
             ModelError: if a model cannot be found, read or served.
@@ -115,7 +125,7 @@ class Engine:
             hf_model.quantize(config.quantization)
         if config.compile:
             _enable_compile(hf_model, config)
-        engine = cls(hf_model, config, adapters=adapters, models=models)
+        engine = cls(hf_model, config, adapters=adapters, models=models, features=features)
         for receiver, pattern in (layer_reuse or {}).items():
             engine.enable_layer_reuse(receiver, pattern=pattern)
         return engine
@@ -189,7 +199,7 @@ class Engine:
             if any(request.model == name for request in self.core.scheduler.waiting) or self._has_entries_of(name):
                 raise ConfigError(f"model {name!r} is in use: release its messages first")
             remove(name)
-            self.core.cross_model_reuse.remove_model(name)
+            self.other_models.remove_model(name)
             self.clear_cache()  # its entries could be found under a reused name
 
     def _has_entries_of(self, name: str) -> bool:
@@ -200,10 +210,10 @@ class Engine:
         entries = [entry for entry in self.core.cache_manager.entries.values() if entry.owners]
         seen = set(entries)
         for entry in entries:  # grows during iteration
-            for kv_slice in entry.context:
-                if kv_slice.entry not in seen:
-                    seen.add(kv_slice.entry)
-                    entries.append(kv_slice.entry)
+            for read_entry in entry.read_entries:
+                if read_entry not in seen:
+                    seen.add(read_entry)
+                    entries.append(read_entry)
         return any(entry.model == name for entry in entries)
 
     def enable_layer_reuse(
@@ -240,13 +250,14 @@ class Engine:
         with core.lock, core.hf_model.attention_hook():  # no step starts meanwhile
             while core.cache_manager.offload_manager.wait():
                 core.poll_transfers()
-            core.cross_model_reuse.add(receiver, sender, layer_patterns, selector, capacity)
+            self.other_models.add(receiver, sender, layer_patterns, selector, capacity)
 
     @property
     def events(self) -> EventBus:
         """Event bus of the engine: `counts` per event, `recent` events, `listen`."""
         return self.core.events
 
+    @overload
     def session(
         self,
         *,
@@ -254,12 +265,11 @@ class Engine:
         seed: int | None = None,
         client_id: str | Client = "default",
         model: str = BASE_MODEL,
-        repair: float | Repair | None = None,
-        labels: Iterable[str] | None = None,
-        clearance: Iterable[str] | None = None,
-        on_leak: OnLeak | None = None,
-        max_kl: float | Budget | None = None,
-    ) -> Session:
+        **options: Unpack[SessionOptions],
+    ) -> Session: ...
+    @overload
+    def session(self, *, mode: Mode = "choreographed", **options: Any) -> Session: ...
+    def session(self, *, mode="choreographed", seed=None, client_id="default", model=BASE_MODEL, **options):
         """Open a session; its messages are released when it closes.
 
         Args:
@@ -267,12 +277,7 @@ class Engine:
             seed: seed of the session's sampling; None for a random one.
             client_id: sessions of different clients never share KV; a name, or a tenant and its salt.
             model: default model of requests, one of `models`.
-            repair: share of the reused context that requests compute again; see `Session.prefill`.
-            labels: labels of the messages' texts, as also the next two a default (`docs/guard.md`).
-            clearance: labels that messages may attend to; None for all of them.
-            on_leak: "reencode" or "error"; see `Session.prefill`.
-            max_kl: in its place: divergence from prefix mode to stay within, in nats a token; a `Budget`
-                learns which calls may reuse, a number alone computes every context.
+            options: defaults of calls, see `SessionOptions`.
         """
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r}: use one of {MODES}")
@@ -284,13 +289,10 @@ class Engine:
         tp_group = self.core.hf_model.tp_group
         if tp_group is not None and number is None:
             number = tp_group.broadcast("seed", random.getrandbits(63))
-        guard = labels, clearance, on_leak
         session = Session(
-            self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, repair=repair, guard=guard
+            self.core, self.chat, mode=mode, seed=number, client_id=client_id, model=model, options=options
         )
         session.engine = self
-        if max_kl is not None:
-            Budget.parse(max_kl).attach(session)
         return session
 
     def step(self) -> bool:
@@ -393,8 +395,11 @@ def _create_cache_manager(
     """
     model_info, cache, tp_group = hf_model.model_info, config.cache, hf_model.tp_group
     if tp_group is not None:
-        shared_config = replace(config, cache=replace(cache, disk_dir=None))
-        tp_group.ensure_equal("options", (shared_config, model_info.layers, model_info.max_positions, model_info.dtype))
+        # representations are compared: that of a function has an address
+        shared_config = replace(config, cache=replace(cache, disk_dir=None, eviction="lru"))
+        shared_options = shared_config, policy_name(cache.eviction)
+        model_options = model_info.layers, model_info.max_positions, model_info.dtype
+        tp_group.ensure_equal("options", (*shared_options, *model_options))
     bytes_per_token = model_info.kv_bytes_per_token
     if (
         cache.capacity is None

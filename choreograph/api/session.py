@@ -1,30 +1,44 @@
-"""`Session`: prefill and decode over its own messages, with argument validation."""
+"""`Session`: prefill and decode over its own messages."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from ..context.feature import RequestDraft
 from ..context.placement import check_positions
 from ..core.core import EngineCore
-from ..errors import ChoreographError, ConfigError, InvalidRequestError, SessionClosedError
-from ..features.cross_model import LayerPattern, parse_layer_pattern
-from ..features.guard import UNGUARDED, CallGuard, LabelGuard, Labels, OnLeak
-from ..features.repair.strategy import Repair
+from ..errors import (
+    ChoreographError,
+    ConfigError,
+    InvalidRequestError,
+    MessageReleasedError,
+    NotAMessageError,
+    SessionClosedError,
+    WrongSessionError,
+)
+from ..features.agent_tags import current_tag
+from ..features.budget import Budget
+from ..features.guard import copy_labels, labels_of
+from ..features.layer_variants import with_layers
+from ..features.variants import TextOrigin
+from ..kv_cache.entry import KVEntry
+from ..kv_cache.pool import KVPool
+from ..kv_cache.tiers import TransferOps
+from ..layer_pattern import LayerPattern, parse_layer_pattern
+from ..messages.handle import MessageHandle, MessageSlice, Parent
+from ..messages.kv_export import KVSnapshot, attach_entry, import_kv, unpin_session, wait_encoded
 from ..namespace import Client, Namespace, shared_namespace
-from ..outputs import BASE_MODEL, KV_REUSE, KVReuse, Mode, Usage
-from ..request.request import DecodeState, Request
+from ..outputs import BASE_MODEL, Mode, Usage
+from ..request.decode_state import DecodeState
+from ..request.request import Reencoding, Request
 from ..sampling_params import SamplingParams
 from ..utils import call_all, close_after
-from .chat import ChatTemplate, ChatTurns, Turn
-from .kv_export import KVSnapshot, unpin_session
-from .message import Message, MessageSlice
-from .message_variants import MessageVariants
-from .request_tag import current_tag
+from .call import OPTION_NAMES, SAMPLING_FIELDS, Call, CallKind, Offsets, PromptInput, SessionAPI
+from .chat import ChatTemplate, Turn
+from .message import Message
 from .validation import (
-    Offsets,
-    PromptInput,
-    build_each,
     check_offsets,
     check_parents,
     check_position,
@@ -32,7 +46,6 @@ from .validation import (
     check_sampling,
     create_decode_state,
     follows_system_turn,
-    is_batch,
     override_sampling,
     parents_of,
     require_chat_template,
@@ -40,13 +53,12 @@ from .validation import (
 )
 
 if TYPE_CHECKING:
-    from ..features.budget import Budget
     from .engine import Engine
 
 DEFAULT_SAMPLING = SamplingParams()
 
 
-class Session(ChatTurns):
+class Session(SessionAPI[Message, Message | MessageSlice]):
     """Messages of one workflow in one mode; use as context manager."""
 
     message_type = Message
@@ -60,26 +72,28 @@ class Session(ChatTurns):
         seed: int | None,
         client_id: str | Client,
         model: str = BASE_MODEL,
-        repair: float | Repair | None = None,
-        guard: CallGuard = UNGUARDED,
+        options: Mapping[str, Any],
     ) -> None:
         self.engine: Engine = None  # type: ignore[assignment]  # the Engine that opened it
-        self._core = core
+        self.core = core
         self._chat_template = chat_template
         self._tokenizer = core.hf_model.tokenizer
         self._vocabulary = chat_template, core.hf_model.model_info.vocab_size
         self.mode, self.client_id, self._client = mode, client_id, Client.of(client_id)
-        self.model = self._resolve_model(model)
+        self.model = self.resolve_model(model)
         self.id = core.new_id()
         self._messages: dict[int, Message] = {}  # by id, not released yet, in order
         self._released_usage = Usage()  # of released messages that are not in `_released`
         self._released: list[Request] = []  # released, not in `_released_usage`; others may attend to unfinished ones
         self._max_released = 8  # of them, before the finished ones are removed
-        self.closed, self._repair = False, Repair.parse(repair)
+        self.closed = False
         self.on_close: list[Callable[[], None]] = []
-        self._variants, self._guard = MessageVariants(self), LabelGuard(self, *guard)
         self._seed_rng = random.Random(seed)
         self.budget: Budget | None = None  # chooses the repair of calls that give none
+        self.defaults = core.features.parse_defaults(options)  # options of calls that give none
+        self._names = {kind: dict.fromkeys((*names, *core.features.parsers)) for kind, names in OPTION_NAMES.items()}
+        for feature in core.features.all:
+            feature.opened(self)
 
     def __enter__(self) -> "Session":
         return self
@@ -102,7 +116,7 @@ class Session(ChatTurns):
         for message in self.messages:
             with suppress(ChoreographError):  # reading the message raises it
                 message.result()
-        with self._core.lock:
+        with self.core.lock:
             requests = [*self._released, *(message._request for message in self._messages.values())]
             return sum((request.current_usage for request in requests), self._released_usage)
 
@@ -114,133 +128,11 @@ class Session(ChatTurns):
         self.closed = True
         errors = call_all(list(self.on_close))
         errors += call_all(message._release_quietly for message in reversed(self.messages))
-        unpin_session(self._core, self.id)  # other threads cannot pin released messages
-        for exc in errors + call_all([self._core.events.dispatch]):
+        unpin_session(self.core, self.id)  # other threads cannot pin released messages
+        for exc in errors + call_all([self.core.events.dispatch]):
             raise exc
 
-    # -- requests -----------------------------------------------------------------------------------------
-
-    @overload
-    def prefill(self, tokens: list[dict[str, Any]]) -> list[Message]: ...
-    @overload
-    def prefill(
-        self,
-        tokens: PromptInput,
-        parents: Iterable[Message | MessageSlice] = (),
-        offsets: Offsets = None,
-        new_offset: int | None = None,
-        *,
-        model: str | None = None,
-        kv_reuse: KVReuse = "recompute",
-        priority: int = 0,
-        repair: float | Repair | None = None,
-        labels: Iterable[str] | None = None,
-        clearance: Iterable[str] | None = None,
-        on_leak: OnLeak | None = None,
-    ) -> Message: ...
-    def prefill(
-        self,
-        tokens,
-        parents=(),
-        offsets=None,
-        new_offset=None,
-        *,
-        model=None,
-        kv_reuse="recompute",
-        priority=0,
-        repair=None,
-        labels=None,
-        clearance=None,
-        on_leak=None,
-    ):
-        """Prefill `tokens`, attending to all of `parents` and to themselves causally.
-
-        Args:
-            tokens: text, token ids or a chat turn; or a list of requests (dicts of these
-                arguments), which returns a list of messages computed together.
-            parents: messages, or slices of them (`message[start:stop]`).
-            offsets: position of the first token of each parent; None follows the previous parent.
-            new_offset: position of the first new token; None follows the last parent.
-            model: model or adapter of the engine; None for the session's.
-            kv_reuse: for parents computed by another model. "recompute" prefills them again with
-                this model, once per session; "partial" does so only in the layers given to
-                `Engine.enable_layer_reuse` and reuses the others; "reuse" reuses all layers.
-            priority: requests with a lower number are admitted first and preempted last.
-            repair: share of the parents' tokens to compute again in this context, 0 to 1, or a
-                `Repair` (`docs/repair.md`); None for the session's.
-            labels: labels of the message's text (`docs/guard.md`), as also the next two; None for
-                the session's.
-            clearance: labels that the message may attend to; None for all of them.
-            on_leak: "reencode" encodes parents that saw other labels again, "error" refuses them.
-        """
-        args = {"parents": parents, "offsets": offsets, "new_offset": new_offset}
-        args |= {"model": model, "kv_reuse": kv_reuse, "priority": priority, "repair": repair}
-        args |= {"labels": labels, "clearance": clearance, "on_leak": on_leak}
-        if is_batch(tokens):
-            return self._submit(build_each(tokens, self._build_prefill, args))
-        return self._submit([self._build_prefill(tokens, **args)])[0]
-
-    @overload
-    def decode(self, header: list[dict[str, Any]]) -> list[Message]: ...
-    @overload
-    def decode(
-        self,
-        header: PromptInput,
-        parents: Iterable[Message | MessageSlice] = (),
-        offsets: Offsets = None,
-        new_offset: int | None = None,
-        *,
-        sampling: SamplingParams = ...,
-        footer: PromptInput | None = None,
-        forced_tokens: Sequence[int] | None = None,
-        model: str | None = None,
-        kv_reuse: KVReuse = "recompute",
-        priority: int = 0,
-        repair: float | Repair | None = None,
-        labels: Iterable[str] | None = None,
-        clearance: Iterable[str] | None = None,
-        on_leak: OnLeak | None = None,
-        **sampling_options: Any,
-    ) -> Message: ...
-    def decode(
-        self,
-        header,
-        parents=(),
-        offsets=None,
-        new_offset=None,
-        *,
-        sampling=DEFAULT_SAMPLING,
-        footer=None,
-        forced_tokens=None,
-        model=None,
-        kv_reuse="recompute",
-        priority=0,
-        repair=None,
-        labels=None,
-        clearance=None,
-        on_leak=None,
-        **sampling_options,
-    ):
-        """Generate a message that starts with `header` and ends with `footer`.
-
-        Args:
-            header: never empty, else as `tokens` of `prefill`; a list of requests returns a list of
-                messages.
-            sampling: sampling parameters.
-            sampling_options: fields of `SamplingParams` that replace those of `sampling`, as in
-                max_tokens=4.
-            footer: tokens appended to the generated ones; None for the chat template's, if any.
-            forced_tokens: taken one by one instead of sampling, at the full cost of decoding.
-
-        The other arguments are those of `prefill`.
-        """
-        args = {"parents": parents, "offsets": offsets, "new_offset": new_offset, "sampling": sampling}
-        args |= {"footer": footer, "forced_tokens": forced_tokens, "model": model, "kv_reuse": kv_reuse}
-        args |= {"priority": priority, "repair": repair, "labels": labels, "clearance": clearance, "on_leak": on_leak}
-        args |= sampling_options
-        if is_batch(header):
-            return self._submit(build_each(header, self._build_decode, args))
-        return self._submit([self._build_decode(header, **args)])[0]
+    # -- messages from elsewhere ----------------------------------------------------------------------------
 
     def import_message(self, message: Message) -> Message:
         """Import a complete message of another session of the same client.
@@ -248,7 +140,27 @@ class Session(ChatTurns):
         Costs nothing. In choreographed mode both share the KV entry, otherwise the text.
         """
         self._check_open()
-        return self._variants.import_message(message)
+        if not isinstance(message, Message):
+            raise NotAMessageError(f"{message!r} is not a message")
+        original = message._request
+        namespace = replace(original.namespace, labels=frozenset(), features=())
+        if message._core is not self.core or namespace != self._namespace(original.model):
+            raise WrongSessionError(f"message {message.id} belongs to another engine or client: make it here")
+        if original.released:
+            raise MessageReleasedError(f"message {message.id} was released: keep it until its last use")
+        if self.mode != "choreographed" or original.mode != "choreographed":
+            return self.prefill(message.tokens, labels=labels_of(original).text or None)
+        message.result()
+        draft = self.bare_draft(message.tokens, new_offset=message.position, model=original.model)
+        request, copy = draft.request, draft.message
+        copy.role, copy.imported_from = message.role, message.imported_from or message
+        request.position = message.position
+        request.extend(TextOrigin(original))
+        if original.layers is not None:  # can be recomputed as the original was
+            request.reencoding = original.reencoding
+            request.parents, request.parent_slices = original.parents, original.parent_slices
+        copy_labels(original, request)
+        return self.attach(draft, original.entry)
 
     def import_kv(
         self,
@@ -273,10 +185,38 @@ class Session(ChatTurns):
         Raises:
             InvalidRequestError: if the snapshot is of other tokens or parents, or is damaged.
         """
-        message = self._build_prefill(tokens, parents, offsets, new_offset, model)
-        if self.mode == "choreographed" and self._variants.import_kv(message, snapshot, check=check):
-            return message
-        return self._submit([message])[0]
+        draft = self.build(Call("prefill", tokens, parents, offsets, new_offset, {"model": model}))
+        if self.mode != "choreographed":
+            return self.submit([draft])[0]
+        self.core.features.submit(draft)
+        for parent in draft.request.parents:
+            wait_encoded(self.core, parent)
+        if import_kv(self.core, draft.request, snapshot, check=check):
+            return self.register([draft.message])[0]
+        return self.submit([draft])[0]
+
+    def import_encoded(
+        self,
+        tokens: list[int],
+        snapshot: KVSnapshot,
+        load: Callable[[KVPool, KVEntry], TransferOps] | None = None,
+    ) -> Message | None:
+        """Return a message with KV that another engine computed.
+
+        Its context may be unknown here. Returns None without capacity for it. If it is evicted, it is computed
+        again on its own.
+
+        Args:
+            load: as in `messages.kv_export.import_kv`.
+        """
+        draft = self.build(Call("prefill", tokens))
+        self.core.features.submit(draft)
+        # a prefill of equal tokens must not find it
+        request = draft.request
+        request.namespace = replace(request.namespace, origin=snapshot.content_hash)
+        if not import_kv(self.core, request, snapshot, check=False, any_context=True, load=load):
+            return None
+        return self.register([draft.message])[0]
 
     def partial_prefill(
         self, message: Message, pattern: LayerPattern | Sequence[int], *, model: str | None = None
@@ -291,103 +231,82 @@ class Session(ChatTurns):
         Args:
             pattern: a `LayerPattern` or its three integers.
         """
-        return self._variants.with_layers(message, self._resolve_model(model), parse_layer_pattern(pattern))
+        variant = with_layers(self, message, self.resolve_model(model), parse_layer_pattern(pattern))
+        assert isinstance(variant, Message)
+        return variant
 
     # -- building requests: everything is checked before anything is changed --------------------------------
 
-    def _build_prefill(
-        self,
-        tokens,
-        parents=(),
-        offsets=None,
-        new_offset=None,
-        model=None,
-        kv_reuse="recompute",
-        priority=0,
-        repair=None,
-        labels=None,
-        clearance=None,
-        on_leak=None,
-    ) -> Message:
+    def _option_names(self, kind: CallKind) -> Collection[str]:
+        return self._names[kind]
+
+    def _submit_calls(self, calls: list[Call]) -> list[Message]:
+        return self.submit([self.build(call) for call in calls])
+
+    def build(self, call: Call) -> RequestDraft:
+        """Check a call and build its request, without submitting it."""
         self._check_open()
-        parents = check_parents(parents, self._core, self.id)
-        ids = tokenize_input(tokens, *self._vocabulary, opening=not parents, after_system=follows_system_turn(parents))
-        guard = labels, clearance, on_leak
-        message = self._build_request(
-            ids, parents, offsets, new_offset, None, None, model, kv_reuse, priority, repair, guard
+        parents, options = self.check_parents(call.parents), call.options
+        after_system = follows_system_turn(parents)
+        state: DecodeState | None = None
+        if call.kind == "decode":
+            ids, state = self._build_decode(call.prompt, bool(parents), after_system, options)
+        else:
+            ids = tokenize_input(call.prompt, *self._vocabulary, opening=not parents, after_system=after_system)
+        request = self._new_request(
+            ids, parents, call.offsets, call.new_offset, state, options.get("model"), options.get("priority", 0)
         )
-        message.role = tokens.role if isinstance(tokens, Turn) else None
-        return message
+        message = self._handle(request, parents)
+        message.role = call.prompt.role if isinstance(call.prompt, Turn) else None
+        features = self.core.features
+        given = {name: value for name, value in options.items() if name in features.parsers}
+        return features.draft(request, message, self, given, self.defaults)
 
     def _build_decode(
-        self,
-        header,
-        parents=(),
-        offsets=None,
-        new_offset=None,
-        sampling=DEFAULT_SAMPLING,
-        footer=None,
-        forced_tokens=None,
-        model=None,
-        kv_reuse="recompute",
-        priority=0,
-        repair=None,
-        labels=None,
-        clearance=None,
-        on_leak=None,
-        **sampling_options,
-    ) -> Message:
-        self._check_open()
-        if sampling_options:
-            sampling = override_sampling(sampling, sampling_options, self._build_decode)
-        parents, footer_ids = check_parents(parents, self._core, self.id), list[int]()
+        self, header: PromptInput, has_parents: bool, after_system: bool, options: Mapping[str, Any]
+    ) -> tuple[list[int], DecodeState]:
+        """Return the token ids of a header and the sampling state of its decode."""
+        sampling = override_sampling(
+            options.get("sampling", DEFAULT_SAMPLING),
+            {name: value for name, value in options.items() if name in SAMPLING_FIELDS},
+        )
+        footer, forced_tokens = options.get("footer"), options.get("forced_tokens")
+        footer_ids = list[int]()
         if isinstance(header, Turn):
             ids, footer_ids = require_chat_template(self._chat_template).open_turn(
-                header, opening=not parents and header.opening, after_system=follows_system_turn(parents)
+                header, opening=not has_parents and header.opening, after_system=after_system
             )
             if not ids:
                 raise ConfigError("the chat template writes nothing before an answer: give the turn its first words")
             check_rows(ids + footer_ids, "header", *self._vocabulary)
         else:
-            ids = tokenize_input(header, *self._vocabulary, opening=not parents, name="header")
+            ids = tokenize_input(header, *self._vocabulary, opening=not has_parents, name="header")
         if footer is not None:
             footer_ids = tokenize_input(footer, *self._vocabulary, opening=False, name="footer", allow_empty=True)
-        check_sampling(sampling, self._core.hf_model.model_info.vocab_size, has_tokenizer=self._tokenizer is not None)
+        check_sampling(sampling, self.core.hf_model.model_info.vocab_size, has_tokenizer=self._tokenizer is not None)
         if forced_tokens is not None:
             forced_tokens = tokenize_input(forced_tokens, *self._vocabulary, opening=False, name="forced_tokens")
-        eos_token_ids = () if sampling.ignore_eos else self._core.hf_model.eos_token_ids
-        decode_state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, *self._vocabulary)
-        decode_state.is_chat_turn = isinstance(header, Turn) and footer is None
-        guard = labels, clearance, on_leak
-        message = self._build_request(
-            ids, parents, offsets, new_offset, decode_state, footer_ids, model, kv_reuse, priority, repair, guard
-        )
-        message.role = header.role if isinstance(header, Turn) else None
-        return message
+        eos_token_ids = () if sampling.ignore_eos else self.core.hf_model.eos_token_ids
+        state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, *self._vocabulary, footer_ids)
+        state.is_chat_turn = isinstance(header, Turn) and footer is None
+        return ids, state
 
-    def _build_request(
+    def _new_request(
         self,
         ids: list[int],
-        parents: tuple[Message | MessageSlice, ...],
+        parents: tuple[Parent, ...],
         offsets: Offsets,
         new_offset: int | None,
-        decode_state: DecodeState | None = None,
-        footer: list[int] | None = None,
-        model: str | None = None,
-        kv_reuse: KVReuse = "recompute",
-        priority: int = 0,
-        repair: float | Repair | None = None,
-        guard: CallGuard | None = None,
-    ) -> Message:
-        """Build a validated request and its handle, without submitting it."""
-        core, max_positions = self._core, self._core.hf_model.model_info.max_positions
-        if kv_reuse not in KV_REUSE:
-            raise ConfigError(f"kv_reuse={kv_reuse!r}: use one of {KV_REUSE}")
+        state: DecodeState | None,
+        model: str | None,
+        priority: int,
+    ) -> Request:
+        core, max_positions = self.core, self.core.hf_model.model_info.max_positions
         if type(priority) is not int:
             raise InvalidRequestError(f"priority={priority!r}: use a whole number; the lowest is served first")
         if model is not None and model != self.model and model not in core.model_set.remote:
-            model = self._resolve_model(model)
-        model, tag = model or self.model, current_tag(self)
+            model = self.resolve_model(model)
+        model = model or self.model
         parent_requests, parent_slices, lengths = parents_of(parents)
         request = Request(
             id=core.new_id(),
@@ -399,32 +318,30 @@ class Session(ChatTurns):
             parent_slices=parent_slices,
             offsets=(None,) * len(parents) if offsets is None else check_offsets(offsets, len(parents), max_positions),
             new_offset=None if new_offset is None else check_position("new_offset", new_offset, max_positions),
-            decode_state=decode_state,
-            footer=footer or [],
+            decode_state=state,
             priority=priority,
             model=model,
             weights_group=core.model_set.weights_group(model),
-            agent_key=None if tag is None else tag.agent_key,
         )
-        if parents and self.mode == "choreographed":
-            request.repair = self._repair if repair is None else Repair.parse(repair)
-            if self.budget is not None and repair is None:
-                request.repair = self.budget.choose(request)
-        if ids:  # else the tokens of its source, which may not be known yet
+        if ids:  # else the tokens of another message, which may not be known yet
             check_positions(request, lengths, max_positions)
-        message = self.message_type(request, core, self._tokenizer)
-        message.parents, message.kv_reuse = parents, kv_reuse
-        if guard is not None and (guard != UNGUARDED or self._guard.is_active):
-            self._guard.set_options(message, guard)
+        return request
+
+    def _namespace(self, model: str) -> Namespace:
+        return shared_namespace(self.core.model_set.weights_key(model), self._client)
+
+    def _handle(self, request: Request, parents: tuple[Parent, ...]) -> Message:
+        message = self.message_type(request, self.core, self._tokenizer)
+        message.parents = parents
         return message
 
-    def _namespace(self, model: str, labels: Labels = frozenset()) -> Namespace:
-        """Return the namespace of a model's messages with these labels."""
-        return shared_namespace(self._core.model_set.weights_key(model), self._client, labels)
+    def check_parents(self, parents: Iterable[Parent]) -> tuple[Parent, ...]:
+        """Check that parents are messages of this session, or slices that do not overlap."""
+        return check_parents(parents, self.core, self.id)
 
-    def _resolve_model(self, model: str | None) -> str:
+    def resolve_model(self, model: str | None) -> str:
         """Return `model` if the engine serves it; the session's model for None."""
-        name, names = self.model if model is None else model, self._core.model_set.names
+        name, names = self.model if model is None else model, self.core.model_set.names
         if name not in names:
             raise ConfigError(
                 f"model={name!r}: use one of {list(names)}, or give the engine a model or an adapter of that name"
@@ -435,25 +352,67 @@ class Session(ChatTurns):
         if self.closed:
             raise SessionClosedError("the session is closed: open a new one")
 
+    # -- what features build --------------------------------------------------------------------------------
+
+    def draft_copy(
+        self,
+        message: MessageHandle,
+        parents: tuple[Parent, ...],
+        offsets: Offsets = None,
+        new_offset: int | None = None,
+        *,
+        model: str,
+        priority: int = 0,
+        keeps_positions: bool = True,
+        is_call: bool = False,
+        **options: Any,
+    ) -> RequestDraft:
+        """Build a prefill of a message's tokens over other parents.
+
+        Args:
+            keeps_positions: of the message and its parents; else they follow each other, or `offsets`.
+            is_call: a program asks for it: the session's options apply to it.
+            options: of features.
+        """
+        source = (message.imported_from or message)._request
+        ids = list(source.tokens) if source.tokens_final and not keeps_positions else []
+        request = self._new_request(ids, parents, offsets, new_offset, None, model, priority)
+        request.reencoding = Reencoding(source, keeps_positions)
+        handle = self._handle(request, parents)
+        handle.role = message.role
+        return self.core.features.draft(
+            request, handle, self, options, self.defaults, None if is_call else message._request
+        )
+
+    def bare_draft(
+        self,
+        tokens: list[int],
+        parents: tuple[Parent, ...] = (),
+        offsets: Offsets = None,
+        new_offset: int | None = None,
+        *,
+        model: str,
+    ) -> RequestDraft:
+        """Build a prefill that is never queued: it gets a KV entry otherwise."""
+        request = self._new_request(tokens, parents, offsets, new_offset, None, model, 0)
+        return RequestDraft(request, self._handle(request, parents), self, {}, {})
+
+    def attach(self, draft: RequestDraft, entry: KVEntry) -> Message:
+        """Complete a prefill with an existing KV entry."""
+        attach_entry(self.core, draft.request, entry)
+        return self.register([draft.message])[0]
+
     # -- submission -----------------------------------------------------------------------------------------
 
-    def _submit(self, messages: list[Message]) -> list[Message]:
-        """Submit all messages or none; a refused request consumes no session seed."""
-        requests = []
-        if self._guard.is_active:
-            self._guard.apply(messages)
-        for message in messages:
-            request = message._request
-            for parent in request.parents:
-                if parent.model != request.model:
-                    self._variants.resolve_parents(message)
-                    break
-            requests.append(request)
-        self._core.add_requests(requests, self._seed_rng)
-        self._register(messages)
-        return messages
+    def submit(self, drafts: list[RequestDraft]) -> list[Message]:
+        """Submit all requests or none; a refused one consumes no session seed."""
+        features = self.core.features
+        for draft in drafts:
+            features.submit(draft)
+        self.core.add_requests([draft.request for draft in drafts], self._seed_rng)
+        return self.register([draft.message for draft in drafts])
 
-    def _register(self, messages: list[Message]) -> None:
+    def register(self, messages: list[Message]) -> list[Message]:
         """Track messages until released or the session closes; dispatch the events."""
         tag = current_tag(self)
         for message in messages:
@@ -465,10 +424,11 @@ class Session(ChatTurns):
             for message in messages:
                 message._release_quietly()
             self._check_open()
-        self._core.events.dispatch()
+        self.core.events.dispatch()
+        return messages
 
-    def _unregister(self, message: Message) -> None:
-        with self._core.lock:
+    def _unregister(self, message: MessageHandle) -> None:
+        with self.core.lock:
             if self._messages.pop(message.id, None) is None:
                 return
             released = self._released

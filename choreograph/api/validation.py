@@ -1,9 +1,7 @@
 """Validation of request arguments, before any state changes."""
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -22,91 +20,29 @@ from ..errors import (
     WrongSessionError,
 )
 from ..execution.prompt_scoring import PromptScorer
+from ..messages.handle import MessageHandle, MessageSlice, Parent, unwrap_slice
+from ..request.decode_state import DecodeState
 from ..request.detokenizer import Detokenizer
-from ..request.request import DecodeState, Request, RequestState
+from ..request.request import Request, RequestState
 from ..sampling_params import SamplingParams
+from .call import Offsets, PromptInput
 from .chat import ChatTemplate, Turn
-from .message import Message, MessageSlice, unwrap_slice
-
-Offsets = Sequence[int | None] | None
-PromptInput = str | Sequence[int] | Turn
-
-SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
-def is_batch(value: object) -> bool:
-    """True if `value` is a list of argument dicts, maybe empty."""
-    if not isinstance(value, (list, tuple)):
-        return False
-    for request in value:  # noqa: SIM110 - no generator: this runs for every request
-        if not isinstance(request, Mapping):
-            return False
-    return True
-
-
-def build_each(
-    calls: Sequence[Mapping[str, Any]], build: Callable[..., Message], shared_args: dict[str, Any]
-) -> list[Message]:
-    """Build every request of a list.
-
-    Raises:
-        InvalidRequestError: if a request has an unknown or missing argument, or if arguments are
-            passed next to the list, where they would be ignored.
-    """
-    parameters = _parameters(getattr(build, "__func__", build))
-    first = next(iter(parameters))
-    _check_names(shared_args, parameters)
-    for name, value in shared_args.items():
-        default = parameters[name].default
-        if value is not default and not (type(value) is type(default) and value == default):
-            hint = "put it into each request" if calls else "give at least one token"
-            raise InvalidRequestError(f"{name}={value!r} with a list of {len(calls)} requests: {hint}")
-    for request in calls:
-        _check_names(request, parameters)
-        if first not in request:
-            raise InvalidRequestError(f"{dict(request)!r}: a request needs {first!r}")
-    return [build(**request) for request in calls]
-
-
-def override_sampling(sampling: object, options: dict[str, Any], build: Callable[..., Message]) -> SamplingParams:
+def override_sampling(sampling: object, options: dict[str, Any]) -> SamplingParams:
     """Replace single sampling parameters.
 
     Raises:
-        InvalidRequestError: if `build` does not accept an option.
         SamplingError: if `sampling` or the value of an option is invalid.
     """
-    _check_names(options, _parameters(getattr(build, "__func__", build)))
     if not isinstance(sampling, SamplingParams):
         raise SamplingError(f"sampling={sampling!r}: use SamplingParams(...)")
-    return dataclasses.replace(sampling, **options)
+    return dataclasses.replace(sampling, **options) if options else sampling
 
 
-def _check_names(args: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    for name in args:
-        if name not in parameters:
-            is_turn = name in ("role", "content")
-            hint = "for a chat turn use session.user(text)" if is_turn else f"known: {list(parameters)}"
-            raise InvalidRequestError(f"{name}={args[name]!r:.60}: no such argument; {hint}")
-
-
-@lru_cache(16)
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters by name, without `self`.
-
-    The names of **keywords are those of `SamplingParams`.
-    """
-    parameters = inspect.signature(function).parameters
-    named = {name: p for name, p in parameters.items() if name != "self" and p.kind is not p.VAR_KEYWORD}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        named |= {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in SAMPLING_FIELDS}
-    return named
-
-
-def check_parents(
-    parents: Iterable[Message | MessageSlice], core: object, session_id: int
-) -> tuple[Message | MessageSlice, ...]:
+def check_parents(parents: Iterable[Parent], core: object, session_id: int) -> tuple[Parent, ...]:
     """Check that parents are messages of this session, or non-overlapping slices."""
-    if isinstance(parents, (Message, MessageSlice)):
+    if isinstance(parents, (MessageHandle, MessageSlice)):
         raise InvalidRequestError("parents is one message: put it into a list")
     if not isinstance(parents, Iterable):
         raise InvalidRequestError(f"parents={parents!r}: use a list of messages")
@@ -114,7 +50,7 @@ def check_parents(
     seen: dict[int, list[tuple[int, int]]] = {}
     for index, arg in enumerate(parents):
         parent, label = arg.message if isinstance(arg, MessageSlice) else arg, f"parents[{index}]"
-        if not isinstance(parent, Message):
+        if not isinstance(parent, MessageHandle):
             raise NotAMessageError(f"{label}={parent!r} is not a message of this session")
         if parent._core is not core or parent._request.session_id != session_id:
             raise WrongSessionError(f"{label} (message {parent.id}) belongs to another session or engine: make it here")
@@ -165,12 +101,6 @@ def check_position(name: str, position: object, max_positions: int) -> int | Non
     if not 0 <= value < max_positions:
         raise InvalidPositionError(f"{name}={value}: positions are 0 to {max_positions - 1} for this model")
     return value
-
-
-def check_choreographed(mode: str) -> None:
-    """Check that the mode is choreographed, the only one with layer reuse."""
-    if mode != "choreographed":
-        raise InvalidRequestError(f"mode={mode!r} has no partial prefill: use mode='choreographed'")
 
 
 def check_tokens(tokens: Iterable[object], name: str, vocab_size: int) -> list[int]:
@@ -248,7 +178,7 @@ def require_chat_template(chat_template: ChatTemplate | None) -> ChatTemplate:
     return chat_template
 
 
-def follows_system_turn(parents: tuple[Message | MessageSlice, ...]) -> bool:
+def follows_system_turn(parents: tuple[Parent, ...]) -> bool:
     """Return whether the parents' last chat turn is a system turn."""
     for parent in reversed(parents):
         role = unwrap_slice(parent).role
@@ -273,7 +203,7 @@ def check_sampling(sampling: object, vocab_size: int, *, has_tokenizer: bool) ->
 
 
 def parents_of(
-    parents: Iterable[Message | MessageSlice],
+    parents: Iterable[Parent],
 ) -> tuple[tuple[Request, ...], tuple[tuple[int, int] | None, ...], list[int]]:
     """Return requests, slices and current lengths of parents."""
     requests: list[Request] = []
@@ -300,6 +230,7 @@ def create_decode_state(
     forced_tokens: list[int] | None,
     chat_template: ChatTemplate | None,
     vocab_size: int,
+    footer: list[int],
 ) -> DecodeState:
     """Create the sampling state of a decode whose arguments were checked."""
     stop_tokens, detokenizer = {*sampling.stop_token_ids, *eos_token_ids}, None
@@ -319,6 +250,7 @@ def create_decode_state(
         stop_tokens=frozenset(stop_tokens),
         generator=torch.Generator(),
         forced_tokens=forced_tokens,
+        footer=footer,
         detokenizer=detokenizer,
         prompt_scorer=None if sampling.prompt_logprobs is None else PromptScorer(sampling.prompt_logprobs, vocab_size),
     )

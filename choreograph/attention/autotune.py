@@ -15,8 +15,8 @@ from platformdirs import user_cache_path
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from .. import __version__
 from ..utils import atomic_write_text, ensure_dir
+from ..version import __version__
 from .backend import Backend, create_backend
 from .cpp_backend import BackendUnavailableError, cpu_limits
 from .metadata import AttentionCall, AttentionMetadata, AttentionSpec, HeadShape, KVRead, build_metadata

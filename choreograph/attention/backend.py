@@ -109,13 +109,13 @@ def _create_triton_backend(device: torch.device) -> Backend:
 
 
 # called with a layer, queries (H, N, D) of consecutive tokens, the first one's position, the scale and the sinks (H,)
-QueryObserver = Callable[[int, Tensor, int, float, Tensor | None], None]
+AttentionHook = Callable[[int, Tensor, int, float, Tensor | None], None]
 
 
-class ObservedRows(NamedTuple):
-    """Rows of a batch whose queries are observed."""
+class HookedRows(NamedTuple):
+    """Rows of a batch whose queries a hook gets."""
 
-    observer: QueryObserver
+    hook: AttentionHook
     start: int  # first row
     end: int  # exclusive
 
@@ -133,7 +133,7 @@ class ForwardContext:
     layer_metadata: Mapping[int, AttentionMetadata] = field(default_factory=dict)  # layers with another context
     saved_hidden: Mapping[int, Tensor] = field(default_factory=dict)  # (S, E) caches of layer inputs
     injected_hidden: Mapping[int, Tensor] = field(default_factory=dict)  # (1, N, E), replace layer inputs
-    observed: Sequence["ObservedRows"] = ()  # rows whose queries are observed after each layer
+    hooked: Sequence["HookedRows"] = ()  # rows whose queries hooks get after each layer
 
     def attend(
         self,
@@ -151,8 +151,8 @@ class ForwardContext:
         cache = self.keys[layer], self.values[layer]
         call = AttentionCall(metadata, query[0], key[0], value[0], *cache, scale, self.specs[layer], sinks)
         output = self.backend(call)[None]
-        for rows in self.observed:  # the keys of this step are written
-            rows.observer(layer, query[0, :, rows.start : rows.end], self.metadata.positions[rows.start], scale, sinks)
+        for rows in self.hooked:  # the keys of this step are written
+            rows.hook(layer, query[0, :, rows.start : rows.end], self.metadata.positions[rows.start], scale, sinks)
         return output
 
     def on_layer_input(self, layer: int, hidden: Float[Tensor, "1 N E"]) -> Float[Tensor, "1 N E"]:

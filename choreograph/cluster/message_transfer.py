@@ -15,9 +15,9 @@ from typing import Any
 
 from fastapi import Request
 
-from ..api.kv_export import KVSnapshot, copy_kv, seal_block, try_copy_kv
 from ..errors import LostContextError
 from ..kv_cache.container import Header
+from ..messages.kv_export import KVSnapshot, copy_kv, seal_block, try_copy_kv
 from ..request.request import RequestState
 from ..server.engine_thread import ChoiceUpdate
 from ..server.openai.chat_prompt import Segment
@@ -122,7 +122,7 @@ def load_stored(service: InferenceService, spec: GenerationSpec) -> None:
     Runs in the engine's thread.
     """
     core, store = service.engine.core, service.planner.store
-    prefetcher, hashes = core.cache_manager.prefetcher, []
+    prefetcher, hashes = core.prefetcher, []
     senders = store.sender_keys(spec.key, spec.repair, service.max_kl_of(spec))
     for segment in dict.fromkeys(segment for prompt in spec.prompts for segment in prompt.segments):
         if (stored := store.find_usable(spec.key, senders, _contents(segment))) is not None:
@@ -317,7 +317,7 @@ class MessageFetcher:
                 keys = [name for name in item.content_keys if store.find(key, name, allow_partial=False) is None]
                 if not any((content, 0) in keys for content in contents):
                     continue  # another request has stored it, or it was not asked for
-                imported = workflow.session._variants.import_encoded(tokens, item.snapshot, item.load)
+                imported = workflow.session.import_encoded(tokens, item.snapshot, item.load)
                 if imported is not None:
                     store.add(key, imported, None, keys)
                     num_tokens += len(tokens)

@@ -149,7 +149,7 @@ class EngineReplica:
         """Return what replicas have in common, and this one's state."""
         engine = self._service.engine
         page_size, stats = engine.core.config.cache.page_size, (await self.load()).stats
-        pairs = engine.core.cross_model_reuse.pairs
+        pairs = engine.other_models.pairs
         return ReplicaInfo(engine.model_info, engine.tokenizer, engine.models, page_size, stats, self._version, pairs)
 
     async def load(self) -> ReplicaLoad:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..api.kv_export import KVSnapshot
 from ..kv_cache.container import Block, EntryInfo, Header
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.pool import KVPool
 from ..kv_cache.tiers import TransferOps, layer_writer
+from ..messages.kv_export import KVSnapshot
 from ..server.reuse.message_store import MessageKey, StoredMessage
 
 TIMEOUT = 5.0  # seconds that a transfer may take at most
@@ -86,7 +86,7 @@ class ArrivingMessage:
             for layer, states in self.inputs.items()
             if layer in pool.hidden and states.shape[1] == pool.hidden[layer][0].nbytes
         }
-        entry.cached_hidden_layers = frozenset(inputs)
+        entry.layers = entry.layers._replace(hidden=frozenset(inputs))
 
         def copy_inputs() -> None:
             for layer, states in inputs.items():

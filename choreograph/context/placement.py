@@ -4,14 +4,15 @@ choreographed: Prompt Choreography §2.3. prefix: its baseline, §3.1, with the 
 matched token by token. naive: §3.1 without any cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from ..errors import InvalidPositionError, InvalidRequestError
-from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.entry import KVEntry, KVSlice, entries_of
 from ..kv_cache.hashing import content_hash
 from ..kv_cache.manager import KVCacheManager
+from ..kv_cache.shared_headers import MIN_SHARED_PREFILL_TOKENS, MIN_SHARED_TOKENS
 from ..models.info import ModelInfo
 from ..namespace import Namespace
 from ..request.request import Request
@@ -25,6 +26,12 @@ class Placement(NamedTuple):
     context: tuple[KVSlice, ...]  # slices the tokens attend to
     content_hash: bytes | None = None  # None if the entry is not shared by content
     cached_entry: KVEntry | None = None  # existing entry of exactly this work
+    hidden_source: KVEntry | None = None  # entry with the inputs that a partial prefill starts from
+
+    @property
+    def read_entries(self) -> list[KVEntry]:
+        """Entries that the tokens are computed from."""
+        return entries_of(self.context, self.hidden_source)
 
 
 def resolve_offsets(
@@ -80,7 +87,7 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
     lengths = parent_lengths(request)
     check_positions(request, lengths, model_info.max_positions)
     positions, request.position = resolve_offsets(lengths, request.offsets, request.new_offset)
-    request.parent_positions = request.repaired_positions or positions
+    request.parent_positions = request.parent_positions or positions  # set if a feature has replaced the parents
     starts = [token_range[0] if token_range else 0 for token_range in request.parent_slices]
     num_layers = len(cache_manager.pool.keys)
     kv_slices = tuple(
@@ -90,16 +97,16 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
     )
     if not model_info.supports_shift:
         _check_unshifted(kv_slices, model_info.name)
-    if request.is_decode or request.observer is not None:
+    if request.is_decode or request.hook is not None:
         return Placement(list(request.prompt), request.position, kv_slices)
-    namespace = namespace_of(request, model_info)
-    if request.computed_layers is not None and request.source is not None:
-        if not request.computed_layers:
-            return Placement(list(request.prompt), request.position, (), cached_entry=request.source.entry)
-        kv_slices += (KVSlice(request.source.entry, 0, 0, request.position, frozenset()),)  # provides the hidden states
-        namespace = replace(namespace, layers=request.computed_layers)
-    key = content_hash(namespace, request.prompt, request.position, kv_slices)
-    return Placement(list(request.prompt), request.position, kv_slices, key, cache_manager.lookup(key))
+    namespace, copy, source = namespace_of(request, model_info), request.reencoding, None
+    if copy is not None and copy.layers is not None:
+        source = copy.source.entry
+        if not copy.layers:
+            return Placement(list(request.prompt), request.position, (), cached_entry=source)
+        namespace = replace(namespace, layers=copy.layers)
+    key = content_hash(namespace, request.prompt, request.position, kv_slices, source)
+    return Placement(list(request.prompt), request.position, kv_slices, key, cache_manager.lookup(key), source)
 
 
 def namespace_of(request: Request, model_info: ModelInfo) -> Namespace:
@@ -129,14 +136,17 @@ def parent_slices(
     A partial prefill has its own entry in the computed layers, those of its source in the others.
     """
     layers: frozenset[int] | None = None  # all
-    while parent.computed_layers is not None and parent.source is not None:
+    while parent.reencoding is not None and parent.reencoding.layers is not None:
         layers = frozenset(range(num_layers)) if layers is None else layers
-        own = layers & parent.computed_layers
+        own = layers & parent.reencoding.layers
         if own:
             yield KVSlice(parent.entry, token_start, num_tokens, position, own)
-        parent, layers = parent.source, layers - own
-    assert parent.entry.computed_layers is None, "a partial KV entry is used in all layers"
-    if missing := parent.entry.missing_layers if layers is None else parent.entry.missing_layers & layers:
+        parent, layers = parent.reencoding.source, layers - own
+    assert not parent.entry.is_partial, "a partial KV entry is used in all layers"
+    missing = parent.entry.layers.missing
+    if layers is not None:
+        missing &= layers
+    if missing:
         raise InvalidRequestError(f"parent {parent.id} came without layers {sorted(missing)}: use a variant of it")
     yield KVSlice(parent.entry, token_start, num_tokens, position, layers)
 
@@ -164,7 +174,7 @@ def _flatten_prompt(request: Request, max_positions: int) -> list[int]:
 def prefix(request: Request, cache_manager: KVCacheManager, model_info: ModelInfo) -> Placement:
     """Concatenate the prompt and reuse its longest cached prefix."""
     tokens = _flatten_prompt(request, model_info.max_positions)
-    kv_slices = tuple(cache_manager.prefix_tree(request.namespace).match(tokens, limit=len(tokens) - 1))
+    kv_slices = tuple(cache_manager.prefix_tree.match(request.namespace, tokens, limit=len(tokens) - 1))
     num_cached = sum(kv_slice.num_tokens for kv_slice in kv_slices)
     return Placement(tokens[num_cached:], num_cached, kv_slices)
 
@@ -173,8 +183,33 @@ def insert_into_prefix_tree(request: Request, cache_manager: KVCacheManager) -> 
     """Make a prefix-mode KV entry available to later prompts."""
     entry = request.entry
     prefix_tokens = [t for s in entry.context for t in s.entry.tokens[s.token_start : s.token_start + s.num_tokens]]
-    if cache_manager.prefix_tree(request.namespace, create=True).insert(entry, prefix_tokens):
-        entry.is_indexed = True
+    cache_manager.prefix_tree.insert(request.namespace, entry, prefix_tokens)
+
+
+def reuse_header(cache_manager: KVCacheManager, request: Request) -> None:
+    """Skip first tokens that another message over the same context has."""
+    num_tokens = cache_manager.share_header(
+        request.entry,
+        request.namespace,
+        request.request_owner,
+        min_length=MIN_SHARED_TOKENS if request.is_decode else MIN_SHARED_PREFILL_TOKENS,
+        copy_now=not request.is_decode,
+    )
+    if not num_tokens:
+        return
+    usage = request.usage
+    request.usage = replace(
+        usage, cached_tokens=usage.cached_tokens + num_tokens, computed_tokens=usage.computed_tokens - num_tokens
+    )
+    if request.entry.shared_header is not None:
+        request.context = (*request.context, request.entry.shared_header)
+
+
+def copy_headers(cache_manager: KVCacheManager, requests: Iterable[Request]) -> None:
+    """Copy shared headers into the requests' own slots after a step."""
+    cache_manager.copy_headers([(request.entry, request.request_owner) for request in requests])
+    for request in requests:
+        request.context = request.entry.context
 
 
 def naive(request: Request, cache_manager: KVCacheManager, model_info: ModelInfo) -> Placement:

@@ -8,13 +8,11 @@ capacity that a recomputation needs, they are evicted and loaded again afterward
 of times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..core.scheduler import Scheduler
 from ..errors import CacheBusyError, CacheFullError, LostContextError, RequestFailedError, RequestTooLargeError
-from ..kv_cache.allocation import grow_entry
-from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.entry import KVEntry
 from ..kv_cache.manager import KVCacheManager
 from ..request.request import Request
 from .placement import Placement
@@ -34,8 +32,21 @@ class _Frame:
 class ContextLoader:
     """Loader of the context of one request at a time."""
 
-    def __init__(self, cache_manager: KVCacheManager, scheduler: Scheduler, max_positions: int) -> None:
-        self._cache_manager, self._scheduler, self._max_positions = cache_manager, scheduler, max_positions
+    def __init__(
+        self,
+        cache_manager: KVCacheManager,
+        max_positions: int,
+        is_idle: Callable[[], bool],
+        start_recompute: Callable[[KVEntry], None],
+    ) -> None:
+        """Create a loader.
+
+        Args:
+            is_idle: returns whether no request is running, whose end would free pages.
+            start_recompute: computes a discarded entry again in its newly allocated pages.
+        """
+        self._cache_manager, self._max_positions = cache_manager, max_positions
+        self._is_idle, self._start_recompute = is_idle, start_recompute
         self.request_id: int | None = None  # request whose context is collected
         self._retries_left = 0
         self._acquired: dict[int, KVEntry] = {}
@@ -44,18 +55,19 @@ class ContextLoader:
     def ensure_resident(
         self,
         request_id: int,
-        context: Sequence[KVSlice],
+        needed: Sequence[KVEntry],
         capacity: int = 0,
         *,
         partial: bool = False,
         may_load: bool = True,
     ) -> None:
-        """Bring the context onto the device and own it until `release`.
+        """Bring the entries of a context onto the device and own them until `release`.
 
         Entries may still be loading or recomputing on return. On CacheFullError, the entries
         acquired so far are kept until the next attempt.
 
         Args:
+            needed: entries that the request reads; their own contexts only if they are recomputed.
             capacity: tokens that the request's own entry needs.
             partial: allocate that entry in the partial-layer pool.
             may_load: load what is missing; without it, raise CacheBusyError.
@@ -65,9 +77,9 @@ class ContextLoader:
             RequestTooLargeError: if context and entry do not fit even in an empty cache.
             RequestFailedError: if an entry of another process is lost.
         """
-        self.check_fits(context, capacity, partial)
+        entries = list(dict.fromkeys(needed))
+        self.check_fits(entries, capacity, partial)
         if not may_load:
-            entries = _unique_entries(context)
             if not all(entry.has_pages for entry in entries):
                 raise CacheBusyError("its context is not on the device")
             self._passing[request_id] = entries
@@ -76,25 +88,21 @@ class ContextLoader:
             return
         if self.request_id != request_id:
             self.release(self.request_id)
-            self._retries_left = 2 * len(context) + 8
+            self._retries_left = 2 * len(needed) + 8
         self.request_id = request_id
         previous, self._acquired = self._acquired, {}
         try:
-            self._collect(context)
+            self._collect(entries)
         finally:
             for entry in previous.values():
                 if entry.id not in self._acquired:
                     self._cache_manager.release(entry, ("plan", request_id))
 
-    def check_fits(self, context: Sequence[KVSlice], capacity: int, is_partial: bool = False) -> None:
-        """Check that the context and the request's entry fit together."""
+    def check_fits(self, needed: Sequence[KVEntry], capacity: int, is_partial: bool = False) -> None:
+        """Check that the entries of the context and the request's own fit together."""
         pool = self._cache_manager.pool
         for is_partial_pool in (False, True):
-            context_lengths = {
-                s.entry.id: len(s.entry.tokens)
-                for s in context
-                if (s.entry.computed_layers is not None) == is_partial_pool
-            }
+            context_lengths = {e.id: len(e.tokens) for e in needed if e.is_partial == is_partial_pool}
             own_length = capacity if is_partial_pool == is_partial else 0
             num_pages = sum(map(pool.num_pages_for, (*context_lengths.values(), own_length)))
             if num_pages > pool.num_pages(is_partial_pool):
@@ -111,7 +119,7 @@ class ContextLoader:
         num_prompt_tokens = len(placement.tokens) - request.num_generated
         num_tokens, _ = request.token_limits(num_prompt_tokens, self._max_positions)
         try:
-            self.check_fits(placement.context, num_tokens)
+            self.check_fits(placement.read_entries, num_tokens)
         except RequestTooLargeError:
             return False
         return True
@@ -126,8 +134,8 @@ class ContextLoader:
         for entry in acquired.values():
             self._cache_manager.release(entry, ("plan", request_id))
 
-    def _collect(self, context: Sequence[KVSlice]) -> None:
-        stack = [_Frame(_unique_entries(context), None)]
+    def _collect(self, needed: list[KVEntry]) -> None:
+        stack = [_Frame(needed, None)]
         while stack:
             frame = stack[-1]
             self._acquire(frame)
@@ -137,7 +145,7 @@ class ContextLoader:
             if missing is not None and missing.is_lost:
                 raise LostContextError("its context came from another process and is lost: prefill it again")
             if missing is not None and not missing.tier_copies:
-                stack.append(_Frame(_unique_entries(missing.context), missing))
+                stack.append(_Frame(list(dict.fromkeys(missing.read_entries)), missing))
                 continue
             try:
                 if missing is None:
@@ -160,7 +168,7 @@ class ContextLoader:
 
     def _yield_pages(self, stack: Sequence[_Frame]) -> bool:
         """Release acquired entries whose pages a recomputation needs first."""
-        if not self._retries_left or self._scheduler.running:
+        if not self._retries_left or not self._is_idle():
             return False
         needed_ids = {e.id for e in stack[-1].needed} | {frame.target.id for frame in stack if frame.target is not None}
         deferred = [
@@ -178,19 +186,15 @@ class ContextLoader:
     def _finish(self, frame: _Frame) -> None:
         if frame.target is None:
             return
-        grow_entry(self._cache_manager, frame.target, len(frame.target.tokens))
+        self._cache_manager.grow(frame.target, len(frame.target.tokens))
         try:
-            self._scheduler.add_recompute(frame.target)  # acquires its own context
+            self._start_recompute(frame.target)  # acquires its own context
         except BaseException:
             self._cache_manager.discard(frame.target)
             raise
         for entry in frame.acquired:
             if self._acquired.pop(entry.id, None) is not None:
                 self._cache_manager.release(entry, ("plan", self.request_id))
-
-
-def _unique_entries(context: Sequence[KVSlice]) -> list[KVEntry]:
-    return list({kv_slice.entry.id: kv_slice.entry for kv_slice in context}.values())
 
 
 def _next_to_load(needed: list[KVEntry]) -> KVEntry | None:
@@ -200,4 +204,4 @@ def _next_to_load(needed: list[KVEntry]) -> KVEntry | None:
     most capacity, so they come before entries that are loaded or have no context.
     """
     missing = [entry for entry in needed if not entry.has_pages]
-    return min(missing, key=lambda entry: bool(entry.tier_copies) or not entry.context, default=None)
+    return min(missing, key=lambda entry: bool(entry.tier_copies) or not entry.read_entries, default=None)

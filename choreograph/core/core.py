@@ -4,14 +4,15 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from ..attention.autotune import create_tuned_backend
 from ..attention.cpp_backend import BackendUnavailableError
 from ..config import EngineConfig
-from ..context.placement import insert_into_prefix_tree, namespace_of
+from ..context.feature import FeatureSet
+from ..context.placement import copy_headers
 from ..context.residency import ContextLoader
 from ..errors import (
     CacheFullError,
@@ -22,24 +23,23 @@ from ..errors import (
     SessionClosedError,
 )
 from ..events import EventBus
+from ..execution.batch import Batch
 from ..execution.drafts import Speculator
-from ..execution.model_runner import Batch, ModelRunner
-from ..features.cross_model import CrossModelReuse
-from ..features.repair.planner import RepairPlanner
-from ..kv_cache.hashing import content_hash
+from ..execution.model_runner import ModelRunner
+from ..kv_cache.entry import KVEntry
 from ..kv_cache.manager import KVCacheManager
-from ..kv_cache.prefix_tree import copy_headers
+from ..kv_cache.prefetch import Prefetcher
 from ..kv_cache.transfer import TransferError
 from ..models.hf_model import HFModel
 from ..models.model_set import ModelSet
-from ..outputs import FinishReason
 from ..request.request import Request, RequestState, wrap_error
 from ..utils import DeferSigintLock
+from .admission import Admission
 from .fault_isolation import find_unschedulable
+from .lifecycle import Lifecycle
+from .preemption import Preemptor
 from .scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .waiting_queue import Queues
 
 
 class EngineCore:
@@ -55,6 +55,7 @@ class EngineCore:
         cache_manager: KVCacheManager,
         events: EventBus,
         lock: DeferSigintLock,
+        features: FeatureSet,
     ) -> None:
         self.hf_model = hf_model
         self.model_set = ModelSet(hf_model)
@@ -66,19 +67,60 @@ class EngineCore:
             )
         except BackendUnavailableError as reason:
             raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None
-        self.model_runner = ModelRunner(self.model_set, self.cache_manager.pool, self.backend)
+        self.model_runner = ModelRunner(self.model_set, cache_manager.pool, self.backend)
         self.new_id = itertools.count(1).__next__
         self.speculator = Speculator(config.draft_tokens, config.scheduler) if config.draft_tokens else None
-        self.scheduler = Scheduler(self)
-        self.context_loader = ContextLoader(self.cache_manager, self.scheduler, model_info.max_positions)
-        self.cross_model_reuse = CrossModelReuse(self.cache_manager, self.model_set, self.scheduler, self.events)
-        self.repair_planner = RepairPlanner(self)
+        self.features, self.queues = features, Queues()
+        self.context_loader = ContextLoader(
+            cache_manager, model_info.max_positions, lambda: not self.queues.running, self._start_recompute
+        )
+        self.lifecycle = Lifecycle(
+            self.queues, cache_manager, self.context_loader, self.model_runner, features, model_info, events
+        )
+        self.preemptor = Preemptor(
+            self.queues,
+            self.lifecycle,
+            cache_manager,
+            self.context_loader,
+            self.model_runner,
+            model_info.max_positions,
+            events,
+        )
+        admission = Admission(
+            self.queues,
+            self.lifecycle,
+            self.preemptor,
+            self.context_loader,
+            cache_manager,
+            self.model_set,
+            features,
+            config.scheduler,
+            events,
+        )
+        self.scheduler = Scheduler(
+            self.queues, admission, self.preemptor, cache_manager, self.speculator, config.scheduler
+        )
+        self.prefetcher = Prefetcher(cache_manager, events)
         self.num_steps = 0
         self.num_batched_tokens = 0
         self.closed = False
         self.wall_clock = True  # False in simulations on a virtual clock
         self.yield_hook: Callable[[], bool] | None = None  # set by `run_concurrently`
         self._pending_logprobs: deque[tuple[Request, Tensor]] = deque()  # not given to their callbacks yet
+        features.attach(self)
+
+    def _start_recompute(self, entry: KVEntry) -> None:
+        """Compute a discarded KV entry again in its newly allocated pages."""
+        request = Request.for_recompute(self.new_id(), entry, self.model_set.weights_group(entry.model))
+        try:
+            for kv_slice in entry.context:
+                self.cache_manager.acquire(kv_slice.entry, request.request_owner)
+            self.cache_manager.acquire(entry, request.request_owner)
+            self.events.emit("recomputing", request=request.id, entry=entry.id, tokens=len(entry.tokens))
+        except BaseException:
+            self.preemptor.release_allocation(request)
+            raise
+        self.queues.running.append(request)
 
     # -- submission ---------------------------------------------------------------------------------------
 
@@ -108,12 +150,12 @@ class EngineCore:
                     own_seed = request.decode_state.sampling.seed
                     seed = seeds.getrandbits(63) if own_seed is None else int(own_seed)
                     request.decode_state.generator.manual_seed(seed % (1 << 63))
+                self.lifecycle.hold_dependencies(request.dependencies)
                 for parent in request.dependencies:
-                    parent.num_waiting_dependents += 1
                     if parent.priority > request.priority and not parent.is_finished:
                         self._raise_priority(parent, request.priority)
                 if request.decode_state is None and request.is_text_only:
-                    self.finish(request, RequestState.DONE, "encoded")  # nothing to compute
+                    self.lifecycle.finish(request, RequestState.DONE, "encoded")  # nothing to compute
                 else:
                     request.sequence = self.new_id()
                     self.scheduler.waiting.add(request)
@@ -130,7 +172,7 @@ class EngineCore:
                     self.scheduler.waiting.add(ancestor)  # in its new place
 
     def _check_fits(self, request: Request) -> None:
-        if request.computed_layers is not None or (request.decode_state is None and request.is_text_only):
+        if request.layers is not None or (request.decode_state is None and request.is_text_only):
             return
         pool, max_positions = self.cache_manager.pool, self.hf_model.model_info.max_positions
         num_tokens, _ = request.token_limits(len(request.prompt), max_positions)
@@ -153,7 +195,7 @@ class EngineCore:
                 batch = self._next_batch(wait)
                 if batch is not None:
                     self._run_batch(batch)
-                if self.cache_manager.prefetcher.missing:
+                if self.prefetcher.missing:
                     self.prefetch()
             except TransferError:  # the lost KV is recomputed; the step is retried
                 self.scheduler.rollback()
@@ -189,7 +231,7 @@ class EngineCore:
         Computes the batch in halves, recursively; fails the requests that raise alone.
         """
         if len(requests) == 1:
-            self.fail_incomplete(requests[0], wrap_error(requests[0], "computing it raised", exc))
+            self.preemptor.fail_incomplete(requests[0], wrap_error(requests[0], "computing it raised", exc))
             return
         middle = len(requests) // 2
         for half in (requests[:middle], requests[middle:]):
@@ -229,22 +271,22 @@ class EngineCore:
                     raise  # the other ranks would schedule other batches
                 scheduler.rollback()
                 self.model_runner.reset()
-                cause = scheduler.current_request
+                cause = self.queues.current
                 found = find_unschedulable(scheduler) if cause is None else (cause, exc)
                 launched = []
                 if found is None or found[0].is_finished:
                     return scheduler.schedule()  # raises what no request causes
-                self.fail_incomplete(found[0], wrap_error(found[0], "scheduling it raised", found[1]))
+                self.preemptor.fail_incomplete(found[0], wrap_error(found[0], "scheduling it raised", found[1]))
 
     def prefetch(self) -> None:
         """Load what agents need next, unless a request waits for capacity."""
-        if self.cache_manager.prefetcher.is_pending and not self.scheduler.blocked_on_memory:
-            self.cache_manager.prefetcher.run()
+        if self.prefetcher.is_pending and not self.scheduler.blocked_on_memory:
+            self.prefetcher.run()
 
     def poll_transfers(self) -> None:
         """Process completed transfers; requests whose context failed to load wait again."""
         for lost_entry in self.cache_manager.poll_transfers():
-            self.scheduler.preemptor.preempt_readers(lost_entry)
+            self.preemptor.preempt_readers(lost_entry)
 
     def _compute(self, batch: Batch) -> list[int | None]:
         """Run the model on a batch and sample its next tokens.
@@ -252,8 +294,8 @@ class EngineCore:
         Returns one token per request of `batch.sampled`; None where the logits are NaN.
         """
         for chunk in batch.chunks:
-            if chunk.request.start_time is None:
-                chunk.request.start_time = time.perf_counter()
+            if chunk.request.times.started is None:
+                chunk.request.times.started = time.perf_counter()
         logits = self.model_runner.forward(batch)
         if batch.shared_headers:
             copy_headers(self.cache_manager, batch.shared_headers)
@@ -280,15 +322,15 @@ class EngineCore:
             try:
                 self._append_token(request, token, now)
             except Exception as exc:
-                self.fail(request, wrap_error(request, "appending its next token raised", exc))
+                self.lifecycle.fail(request, wrap_error(request, "appending its next token raised", exc))
         for request, *_ in batch.chunks:
             entry = request.entry
             if entry is None or len(entry.tokens) > entry.num_computed_tokens or request.is_finished:
                 continue
             if request.cancel_when_computed and request.state is RequestState.RUNNING and request.is_decode:
-                self.finish(request, RequestState.CANCELLED, "cancelled")
+                self.lifecycle.finish(request, RequestState.CANCELLED, "cancelled")
             elif request.state is RequestState.TOKENS_FINAL or not request.is_decode:
-                self.finish(request, RequestState.DONE, request.finish_reason or "encoded")
+                self.lifecycle.finish(request, RequestState.DONE, request.finish_reason or "encoded")
         while self._pending_logprobs:
             request, logprobs = self._pending_logprobs.popleft()
             if request.state in (RequestState.FAILED, RequestState.CANCELLED):
@@ -297,157 +339,33 @@ class EngineCore:
             try:
                 request.decode_state.on_logprobs(logprobs)
             except Exception as exc:
-                self.fail(request, wrap_error(request, "its log-probability callback raised", exc))
+                self.lifecycle.fail(request, wrap_error(request, "its log-probability callback raised", exc))
 
     def _append_token(self, request: Request, token: int | None, now: float) -> None:
         if token is None:
-            self.fail(request, RequestFailedError(f"message {request.id}: the model gave NaN instead of logits"))
+            self.lifecycle.fail(
+                request, RequestFailedError(f"message {request.id}: the model gave NaN instead of logits")
+            )
             return
         decode_state, entry = request.decode_state, request.entry
         assert decode_state is not None
-        if request.first_token_time is None:
-            request.first_token_time = now
+        if request.times.first_token is None:
+            request.times.first_token = now
         if decode_state.on_logprobs is not None and decode_state.pending_logprobs is not None:
             self._pending_logprobs.append((request, decode_state.pending_logprobs))
         if decode_state.max_new_tokens == 0:  # the prompt was to be computed, and nothing generated
-            self._finish_generation(request, "length", now)
+            self.lifecycle.finish_generation(request, "length", now)
             return
         reason = decode_state.append(token)
         entry.tokens.append(token)
         self.events.emit("token", request=request.id, token=token)
         if reason is not None:
-            self._finish_generation(request, reason, now)
-
-    # -- the end of a request -----------------------------------------------------------------------------
-
-    def finish_at_limit(self, request: Request, now: float) -> None:
-        """End a decode because the cache has no page left."""
-        assert request.decode_state is not None
-        request.decode_state.flush_text()
-        self._finish_generation(request, "length", now)
-
-    def _finish_generation(self, request: Request, reason: FinishReason, now: float) -> None:
-        """Mark a decode's tokens as final.
-
-        The KV of its last tokens is computed by the next step that includes them.
-        """
-        decode_state, entry = request.decode_state, request.entry
-        assert decode_state is not None
-        request.finish_time, request.finish_reason = now, reason
-        self.events.emit("generated", request=request.id)
-        request.join_footer()
-        num_footer = len(request.footer) if request.mode == "choreographed" else 0
-        request.usage = replace(
-            request.usage,
-            computed_tokens=request.usage.computed_tokens + num_footer,
-            completion_tokens=len(decode_state.tokens),
-        )
-        request.state = RequestState.TOKENS_FINAL
-        self.scheduler.waiting.wake(request)
-        if request.mode == "choreographed":
-            if request.drops_stop:
-                entry.tokens.pop()
-            entry.tokens += request.footer
-            entry.num_final_tokens = len(entry.tokens)
-            namespace = namespace_of(request, self.hf_model.model_info)
-            key = content_hash(namespace, entry.tokens, entry.base_position, entry.context)
-            self.cache_manager.register(entry, key)
-            return
-        if decode_state.tokens:
-            entry.tokens.pop()  # its KV was not computed; a later prompt computes it if needed
-        if request.mode == "prefix":
-            insert_into_prefix_tree(request, self.cache_manager)
-        self.finish(request, RequestState.DONE, reason)
-
-    def finish(self, request: Request, state: RequestState, reason: FinishReason | None) -> None:
-        """Move a request to a final state and out of its queue.
-
-        No other method removes a finished request. Frees the unused pages of the KV entry and
-        releases every reference except the message's own.
-        """
-        cache, entry, previous_state = self.cache_manager, request.entry, request.state
-        request.state, request.finish_reason = state, reason
-        self.context_loader.release(request.id)
-        request.finish_time = request.finish_time or time.perf_counter()
-        self.scheduler.waiting.discard(request)
-        self.scheduler.waiting.wake(request)
-        if request in self.scheduler.running:
-            self.scheduler.running.remove(request)
-        if not self.scheduler.running:
-            self.model_runner.reset()
-        if previous_state is RequestState.WAITING:
-            self.release_dependencies(request.dependencies)
-        for kv_slice in request.context:
-            cache.release(kv_slice.entry, request.request_owner)
-        request.context = ()
-        if request.decode_state is not None:
-            request.decode_state.release_sampling()
-        if entry is not None:
-            if previous_state is not RequestState.WAITING:
-                if entry.is_complete:
-                    cache.free_unused_pages(entry)
-                cache.release(entry, request.request_owner)
-            elif request.num_generated:  # preempted
-                for kv_slice in entry.context:
-                    cache.release(kv_slice.entry, request.message_owner)
-            is_unused = request.released and not request.num_waiting_dependents
-            if is_unused or state in (RequestState.FAILED, RequestState.CANCELLED):
-                cache.release(entry, request.message_owner)
-        self.events.emit("finished" if state is RequestState.DONE else state.value, request=request.id)
-
-    def fail(self, request: Request, exc: ChoreographError) -> None:
-        """End a request with an error."""
-        request.error = exc
-        self.finish(request, RequestState.FAILED, None)
-
-    def fail_incomplete(self, request: Request, exc: ChoreographError) -> None:
-        """End a request with an error; its readers wait again or fail."""
-        entry = request.entry
-        self.fail(request, exc)
-        if entry is not None and not entry.is_complete:
-            self.scheduler.preemptor.preempt_readers(entry)
-            self.cache_manager.fail(entry, exc)
-
-    def release_dependencies(self, dependencies: Iterable[Request]) -> None:
-        """Decrement `num_waiting_dependents` of the dependencies of a request.
-
-        Called when the request is admitted or ends. A dependency whose release was deferred is
-        released when its count reaches zero.
-        """
-        for parent in dependencies:
-            parent.num_waiting_dependents -= 1
-            if parent.released and not parent.num_waiting_dependents:
-                self._release_message(parent)
+            self.lifecycle.finish_generation(request, reason, now)
 
     def release(self, request: Request) -> None:
-        """Release a message.
-
-        An unfinished one is cancelled. A KV entry is dropped once no request in flight attends to
-        it.
-        """
+        """Release a message; see `Lifecycle.release`."""
         with self.lock:
-            if request.released:
-                return
-            request.released = True
-            self.events.emit("released", request=request.id)
-            if not request.num_waiting_dependents:
-                self._release_message(request)
-
-    def _release_message(self, request: Request) -> None:
-        if request.state is RequestState.WAITING:
-            self.finish(request, RequestState.CANCELLED, "cancelled")
-        elif request.state in (RequestState.RUNNING, RequestState.TOKENS_FINAL):
-            entry = request.entry
-            other_owners = entry.owners - {request.request_owner, request.message_owner} or entry.num_tree_children
-            if other_owners and not entry.is_complete:  # its readers need the tokens it already has
-                request.cancel_when_computed = True
-                request.finish_reason = request.finish_reason or "cancelled"
-            elif request.state is RequestState.TOKENS_FINAL:
-                self.finish(request, RequestState.DONE, request.finish_reason)
-            else:
-                self.finish(request, RequestState.CANCELLED, "cancelled")
-        elif request.entry is not None:
-            self.cache_manager.release(request.entry, request.message_owner)
+            self.lifecycle.release(request)
 
     # -- driving ------------------------------------------------------------------------------------------
 

@@ -9,20 +9,19 @@ The first running decode in order is never preempted for another one, so each st
 Prefills and recomputations have all their pages: they are neither skipped nor preempted.
 """
 
-import time
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from ..context.placement import insert_into_prefix_tree
-from ..errors import CacheBusyError, CacheFullError, RequestFailedError
-from ..kv_cache.allocation import grow_entry
+from ..context.residency import ContextLoader
+from ..errors import CacheBusyError, CacheFullError, ChoreographError, RequestFailedError
+from ..events import EventBus
+from ..execution.model_runner import ModelRunner
 from ..kv_cache.entry import KVEntry, KVSlice
-from ..request.request import Request, RequestState
-
-if TYPE_CHECKING:
-    from .core import EngineCore
-    from .scheduler import Scheduler
+from ..kv_cache.manager import KVCacheManager
+from ..request.request import Purpose, Request, RequestState
+from .lifecycle import Lifecycle
+from .waiting_queue import Queues
 
 MAX_PASSED_OVER = 32  # later requests that may be admitted before one that waits for capacity
 
@@ -30,8 +29,19 @@ MAX_PASSED_OVER = 32  # later requests that may be admitted before one that wait
 class Preemptor:
     """Growth, preemption and resumption of the running decodes of a scheduler."""
 
-    def __init__(self, core: "EngineCore", scheduler: "Scheduler") -> None:
-        self._core, self._scheduler, self._cache_manager = core, scheduler, core.cache_manager
+    def __init__(
+        self,
+        queues: Queues,
+        lifecycle: Lifecycle,
+        cache_manager: KVCacheManager,
+        context_loader: ContextLoader,
+        model_runner: ModelRunner,
+        max_positions: int,
+        events: EventBus,
+    ) -> None:
+        self._queues, self._lifecycle, self._cache_manager = queues, lifecycle, cache_manager
+        self._context_loader, self._model_runner = context_loader, model_runner
+        self._max_positions, self._events = max_positions, events
         self.stalled: dict[Request, CacheFullError] = {}  # running decodes without a page for their next token
 
     def grow(self, requests: list[Request]) -> None:
@@ -42,9 +52,9 @@ class Preemptor:
         self.stalled = {}
         for request in sorted(requests, key=attrgetter("order")):
             if request.state is RequestState.RUNNING:  # not preempted meanwhile
-                self._scheduler.current_request = request
+                self._queues.current = request
                 self._grow(request)
-        self._scheduler.current_request = None
+        self._queues.current = None
 
     def _grow(self, request: Request) -> None:
         while True:
@@ -60,10 +70,10 @@ class Preemptor:
         """Allocate pages for one more token than `tokens`, and for the footer."""
         assert request.decode_state is not None
         num_left = max(1, request.decode_state.max_new_tokens - len(request.decode_state.tokens))
-        num_left = min(num_left, self._core.hf_model.model_info.max_positions)
+        num_left = min(num_left, self._max_positions)
         num_footer = len(request.footer)
         num_tokens, max_tokens = len(tokens) + 1 + num_footer, len(tokens) + num_left + num_footer
-        grow_entry(self._cache_manager, request.entry, num_tokens, max_tokens)
+        self._cache_manager.grow(request.entry, num_tokens, max_tokens)
 
     def _free_pages_of_later(self, request: Request) -> bool:
         """Release unused pages, or those of a request later in order.
@@ -73,12 +83,12 @@ class Preemptor:
         """
         if self._free_unused_pages():
             return True
-        if self._scheduler.is_probing:
+        if self._queues.is_probing:
             return False
-        loading = self._core.context_loader.request_id
-        waiting = None if loading is None else next((r for r in self._scheduler.waiting if r.id == loading), None)
+        loading = self._context_loader.request_id
+        waiting = None if loading is None else next((r for r in self._queues.waiting if r.id == loading), None)
         if waiting is not None and waiting.order > request.order:
-            self._core.context_loader.release(loading)
+            self._context_loader.release(loading)
             return True
         last = self._last_preemptible()
         if last is None or last.order <= request.order:
@@ -89,7 +99,7 @@ class Preemptor:
     def _free_unused_pages(self) -> bool:
         """Free pages that running decodes do not need for their next token."""
         pool, num_free = self._cache_manager.pool, self._cache_manager.pool.free_pages
-        for request in self._scheduler.running:
+        for request in self._queues.running:
             if request.is_decode and request.state is RequestState.RUNNING:
                 num_pages = pool.num_pages_for(len(request.entry.tokens) + 1 + len(request.footer))
                 if len(request.entry.pages) > num_pages:
@@ -97,7 +107,7 @@ class Preemptor:
         return pool.free_pages > num_free
 
     def _last_preemptible(self) -> Request | None:
-        return max(filter(_is_preemptible, self._scheduler.running), key=attrgetter("order"), default=None)
+        return max(filter(_is_preemptible, self._queues.running), key=attrgetter("order"), default=None)
 
     def resolve_stall(self) -> bool:
         """Let the engine continue if no request can run.
@@ -106,12 +116,12 @@ class Preemptor:
         reads its tokens. A decode that has the cache for itself ends: the rest of it is pinned.
         Returns whether anything changed.
         """
-        if not self.stalled or self._cache_manager.offload_manager.jobs or self._scheduler.is_probing:
+        if not self.stalled or self._cache_manager.offload_manager.jobs or self._queues.is_probing:
             return False
-        loading, num_stalled = self._core.context_loader.request_id, len(self.stalled)
-        self._core.context_loader.release(loading)
+        loading, num_stalled = self._context_loader.request_id, len(self.stalled)
+        self._context_loader.release(loading)
         last = self._last_preemptible()
-        if last is not None and (len(self._scheduler.running) > 1 or loading is not None):
+        if last is not None and (len(self._queues.running) > 1 or loading is not None):
             self.preempt(last)
             return True
         if loading is not None:  # before that request is tried again
@@ -122,7 +132,7 @@ class Preemptor:
             return False
         request = max(self.stalled, key=attrgetter("order"))
         if request is last and request.mode == "prefix" and request.context:
-            request.skips_prefix = True  # entries that it reads a part of may have grown
+            request.scheduling.skips_prefix = True  # entries that it reads a part of may have grown
             self.preempt(request)
         else:
             self._end(request, self.stalled[request])
@@ -132,9 +142,9 @@ class Preemptor:
         """End a decode for which the cache has no page left."""
         assert request.decode_state is not None
         if request.decode_state.is_unlimited and request.decode_state.tokens:
-            self._core.finish_at_limit(request, time.perf_counter())
+            self._lifecycle.finish_at_limit(request)
         else:
-            self._core.fail(request, exc)
+            self._lifecycle.fail(request, exc)
 
     def preempt(self, request: Request) -> None:
         """Return a running decode to the waiting queue.
@@ -144,8 +154,8 @@ class Preemptor:
         prefix.
         """
         cache, entry = self._cache_manager, request.entry
-        self._core.events.emit("preempted", request=request.id, entry=entry.id, tokens=entry.num_computed_tokens)
-        request.num_passed_over = MAX_PASSED_OVER
+        self._events.emit("preempted", request=request.id, entry=entry.id, tokens=entry.num_computed_tokens)
+        request.scheduling.num_passed_over = MAX_PASSED_OVER
         if not _has_computed_prompt(request):
             self._restart(request)
             return
@@ -161,9 +171,17 @@ class Preemptor:
             cache.release(kv_slice.entry, request.request_owner)
         cache.release(entry, request.request_owner)
         request.context = ()
-        self._scheduler.running.remove(request)
+        self._queues.running.remove(request)
         self.requeue(request)
         request.entry = entry if keeps_entry else None  # type: ignore[assignment]
+
+    def fail_incomplete(self, request: Request, exc: ChoreographError) -> None:
+        """End a request with an error; its readers wait again or fail."""
+        entry = request.entry
+        self._lifecycle.fail(request, exc)
+        if entry is not None and not entry.is_complete:
+            self.preempt_readers(entry)
+            self._cache_manager.fail(entry, exc)
 
     def preempt_readers(self, lost_entry: KVEntry) -> None:
         """Requeue all requests that need uncomputed tokens of a lost entry.
@@ -172,16 +190,17 @@ class Preemptor:
         """
         lost_entries = [lost_entry]
         for entry in lost_entries:  # grows during iteration
-            for request in list(self._scheduler.running):
+            for request in list(self._queues.running):
                 needed = max((s.token_start + s.num_tokens for s in request.context if s.entry is entry), default=0)
-                if entry is request.entry.source_entry and not request.entry.is_complete:
+                if entry is request.entry.layers.hidden_source and not request.entry.is_complete:
                     needed = len(entry.tokens)  # the inputs of all tokens
                 if needed > entry.num_computed_tokens:
                     if _has_computed_prompt(request):
                         self.preempt(request)
                         continue
-                    is_partial = request.entry.computed_layers is not None  # its first tokens need other layers only
-                    assert is_partial or request.shared_header is not None or not request.entry.num_computed_tokens, (
+                    is_partial = request.entry.is_partial  # its first tokens need other layers only
+                    has_header = request.entry.shared_header is not None
+                    assert is_partial or has_header or not request.entry.num_computed_tokens, (
                         "a request has computed tokens without its context"
                     )
                     lost_entries.append(request.entry)
@@ -189,9 +208,9 @@ class Preemptor:
 
     def _restart(self, request: Request) -> None:
         """Undo the admission of a running request."""
-        self._scheduler.running.remove(request)
+        self._queues.running.remove(request)
         self.release_allocation(request)
-        if request.is_recompute:
+        if request.purpose is Purpose.RECOMPUTE:
             request.state = RequestState.CANCELLED
         else:
             self.requeue(request)
@@ -200,19 +219,19 @@ class Preemptor:
         """Put a request back into the waiting queue."""
         request.state = RequestState.WAITING
         request.entry = None  # type: ignore[assignment]
-        for parent in request.dependencies:
-            parent.num_waiting_dependents += 1
-        self._scheduler.waiting.add(request)
+        self._lifecycle.hold_dependencies(request.dependencies)
+        self._queues.waiting.add(request)
 
     def release_allocation(self, request: Request) -> None:
         """Release all KV of an admitted request and discard its entry."""
         entry = request.entry
+        read_entries = [*request.read_entries, *entry.read_entries]
         entry.owners -= {request.request_owner, request.message_owner}
         self._cache_manager.discard(entry)
-        for kv_slice in (*request.context, *entry.context):
-            self._cache_manager.release(kv_slice.entry, request.request_owner)
+        for read_entry in read_entries:
+            self._cache_manager.release(read_entry, request.request_owner)
         request.entry = None  # type: ignore[assignment]
-        request.context, request.shared_header = (), None
+        request.context = ()
 
     def resume(self, request: Request, *, may_load: bool) -> None:
         """Continue a preempted decode with its own entry, or raise.
@@ -226,7 +245,7 @@ class Preemptor:
         assert request.decode_state is not None
         own_slice = KVSlice(entry, 0, len(entry.tokens), entry.base_position)
         context = (*entry.context, own_slice)
-        self._core.context_loader.ensure_resident(request.id, context, may_load=may_load)
+        self._context_loader.ensure_resident(request.id, [s.entry for s in context], may_load=may_load)
         _check_complete(context)
         tokens = request.prompt + request.decode_state.tokens
         self._grow_entry(request, tokens)
@@ -235,21 +254,21 @@ class Preemptor:
                 cache.acquire(kv_slice.entry, request.request_owner)
             for copy in list(entry.tier_copies.values()):  # without the tokens that follow
                 cache.offload_manager.free(entry, copy)
-            self._core.model_runner.reset()  # a planned step may have the entry's previous pages
+            self._model_runner.reset()  # a planned step may have the entry's previous pages
         except BaseException:  # the request stays in the waiting queue
             for kv_slice in context:
                 cache.release(kv_slice.entry, request.request_owner)
             raise
         entry.tokens += tokens[len(entry.tokens) :]
         request.context, request.state = entry.context, RequestState.RUNNING
-        self._scheduler.waiting.discard(request)
-        self._scheduler.waiting.wake(request)
-        self._scheduler.running.append(request)
+        self._queues.waiting.discard(request)
+        self._queues.waiting.wake(request)
+        self._queues.running.append(request)
         for kv_slice in entry.context:
             cache.release(kv_slice.entry, request.message_owner)
-        self._core.context_loader.release(request.id)
-        self._core.release_dependencies(request.dependencies)
-        self._core.events.emit("resumed", request=request.id, entry=entry.id)
+        self._context_loader.release(request.id)
+        self._lifecycle.release_dependencies(request.dependencies)
+        self._events.emit("resumed", request=request.id, entry=entry.id)
 
 
 def _has_computed_prompt(request: Request) -> bool:

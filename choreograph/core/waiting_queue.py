@@ -5,6 +5,7 @@ them until one of them changes.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from operator import attrgetter
@@ -71,7 +72,7 @@ class WaitingQueue:
 
         A request that depends on another model's message is visited by every pass.
         """
-        if request.source is not None or any(parent.source is not None for parent in request.parents):
+        if request.reencoding is not None or any(parent.reencoding is not None for parent in request.parents):
             return
         number = self.numbers[request] = self._new_number()
         for parent in request.parents:
@@ -93,3 +94,13 @@ class WaitingQueue:
             assert number in visited or number in parked, f"request {request.id} would never be visited"
             assert number in visited or not request.dependencies_ready, f"request {request.id} is parked but ready"
         assert not any(parent.is_finished for parent in self._parked), "a finished parent did not wake its readers"
+
+
+@dataclass
+class Queues:
+    """Requests of one engine that are not finished."""
+
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    running: list[Request] = field(default_factory=list)
+    current: Request | None = None  # being admitted or packed: the cause of an exception
+    is_probing: bool = False  # only a part of the requests is queued: none ends for lack of memory

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..config import SchedulerConfig
-from ..request.request import DecodeState, Request, RequestState
-from .model_runner import Batch
+from ..request.decode_state import DecodeState
+from ..request.request import Request, RequestState
+from .batch import Batch
 
 NGRAM_SIZES = (3, 2)  # tokens that must match, the first choice first
 MAX_DRAFT_ROWS = 16  # drafted tokens of a step: a step of few rows costs little more than one row
@@ -120,7 +121,7 @@ class Speculator:
         state, entry = request.decode_state, request.entry
         if state is None or request.state is not RequestState.RUNNING or request.cancel_when_computed:
             return []
-        is_plain = state.forced_tokens is None and state.token_mask is None and request.shared_header is None
+        is_plain = state.forced_tokens is None and state.token_mask is None and request.entry.shared_header is None
         if not (is_plain and state.tokens and len(entry.tokens) == entry.num_scheduled_tokens + 1):
             return []
         drafter = self._drafters.get(request)
@@ -130,7 +131,7 @@ class Speculator:
             drafter = self._drafters[request] = Drafter(request, messages, self._max_tokens)
         num_slots = len(entry.pages) * entry.page_size - len(entry.tokens)
         num_left = state.max_new_tokens - len(state.tokens)
-        return drafter.propose(state, min(num_slots - len(request.footer), num_left) - 1)
+        return drafter.propose(state, min(num_slots - len(state.footer), num_left) - 1)
 
     def _message(self, request: Request, token_range: tuple[int, int] | None) -> VisibleMessage:
         index = self._indexes.get(request)

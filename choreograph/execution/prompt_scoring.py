@@ -9,38 +9,20 @@ Scores are in order of the prompt. A preempted request continues after the last 
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attention.backend import to_device
-from ..attention.metadata import KVRead
 from ..errors import RequestFailedError
-from ..kv_cache.entry import KVSlice, prefix_reads
+from ..kv_cache.entry import KVSlice
 from ..outputs import TokenLogprob
-
-if TYPE_CHECKING:
-    from ..request.request import Request
-    from .model_runner import Batch
+from ..request.request import Request
+from .batch import Batch, ScoredRows
 
 MAX_LOGITS = 1 << 24  # of the scored rows of a step: 64 MB in float32
 BLOCK_ROWS = 32  # rows whose log-probabilities are in memory at once
-
-
-class ScoredRows(NamedTuple):
-    """Rows of one request after which its prompt's tokens are scored."""
-
-    request: "Request"
-    targets: list[int]  # token id that follows each row in the prompt
-    rows: list[int]  # batch rows
-    first_query: int  # batch row of the first query
-    context_range: tuple[int, int]  # [start, end) of the context tokens that are queries
-
-    def reads(self, layer: int) -> Iterable[KVRead]:
-        """Return what the queries read in one layer."""
-        return prefix_reads(self.request.context, self.first_query, *self.context_range, layer)
 
 
 class PromptScorer:
@@ -67,7 +49,7 @@ class PromptScorer:
         """Free the memory of the scores, which were read."""
         self.scores = []
 
-    def plan_rows(self, request: "Request", batch: "Batch", token_budget: int) -> tuple[int, int]:
+    def plan_rows(self, request: Request, batch: Batch, token_budget: int) -> tuple[int, int]:
         """Return how many queries and own tokens the step computes.
 
         The request is admitted. The own tokens follow after all of the context. Both are 0 if the step has no room for more logits.
@@ -82,7 +64,7 @@ class PromptScorer:
         num_queries = max(0, min(num_rows, _num_context(request.context) - self.num_scored + 1))
         return num_queries, max(0, min(request.num_pending_tokens, num_rows - num_queries))
 
-    def add_rows(self, request: "Request", batch: "Batch", num_queries: int) -> None:
+    def add_rows(self, request: Request, batch: Batch, num_queries: int) -> None:
         """Append queries to a batch, after the request's own tokens in it."""
         if self.is_complete:
             return
@@ -142,7 +124,7 @@ def _score_block(tokens: Int[Tensor, " R"], logits: Float[Tensor, "R V"], num_to
     return torch.cat([own.double(), ranks.double(), values.double(), ids.double()], dim=-1)
 
 
-def record_scores(batch: "Batch", logits: Float[Tensor, "R V"]) -> Float[Tensor, "B V"]:
+def record_scores(batch: Batch, logits: Float[Tensor, "R V"]) -> Float[Tensor, "B V"]:
     """Record the scores of a batch; return the sampled rows' logits."""
     num_sampled = end = len(batch.sampled_rows)
     for scored in batch.scored.values():
@@ -155,7 +137,7 @@ def record_scores(batch: "Batch", logits: Float[Tensor, "R V"]) -> Float[Tensor,
 
 def _visible(context: Iterable[KVSlice]) -> Iterator[KVSlice]:
     """Yield slices that together have every context token once."""
-    return (kv_slice for kv_slice in context if kv_slice.num_tokens and kv_slice.visible_in(0))
+    return (kv_slice for kv_slice in context if kv_slice.visible_in(0))
 
 
 def _num_context(context: Iterable[KVSlice]) -> int:

@@ -19,7 +19,7 @@ from transformers.generation import logits_process as hf
 
 from ..attention.backend import to_device
 from ..outputs import TokenLogprob
-from ..request.request import DecodeState
+from ..request.decode_state import DecodeState
 from ..sampling_params import SamplingParams
 
 CANDIDATES = 512

@@ -11,18 +11,16 @@ import random
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
+from ..context.feature import ContextFeature, Parser, RequestDraft
 from ..errors import ChoreographError, ConfigError, DataError
+from ..messages.handle import MessageHandle
+from ..request.request import Request
 from ..utils import atomic_write_text
+from .agent_tags import agent_key_of
 from .explain import measure_repairs
-from .repair import REPAIR_STRATEGIES
-from .repair.strategy import Repair
-
-if TYPE_CHECKING:
-    from ..api.message import Message
-    from ..api.session import Session
-    from ..request.request import Request
+from .repair.options import REPAIR_STRATEGIES, Repair
 
 SHARES = (0.0, 0.1, 0.2, 0.4)  # of repair, the cheapest first; the alternative to all is 1
 MIN_SAMPLES = 8  # measurements before an option may be used
@@ -105,19 +103,19 @@ class Budget:
         """Convert the `max_kl` argument of a session."""
         return value if isinstance(value, Budget) else cls(value)
 
-    def attach(self, session: "Session") -> None:
+    def attach(self, session: Any) -> None:
         """Choose the repair of a session's calls from now on."""
         session.budget = self
         session.on_close.append(lambda: self._measure_selected(session))
 
     # -- policy -------------------------------------------------------------------------------------------
 
-    def choose(self, request: "Request") -> Repair | None:
+    def choose(self, request: Request) -> Repair:
         """Return the cheapest option that is expected to stay within the budget."""
         stage = self._stage_of(request)
         if self.shadow_calls and self._random.random() < self.shadow_calls:
             self._selected.setdefault(request.session_id, {})[request.id] = stage
-        return Repair.parse(Repair(self.share_for(stage), self.strategy))
+        return Repair(self.share_for(stage), self.strategy)
 
     def share_for(self, stage: str) -> float:
         """Return a stage's share of repair: 0 reuses, 1 computes."""
@@ -133,10 +131,11 @@ class Budget:
         if len(self._stages) > MAX_STAGES:
             del self._stages[next(iter(self._stages))]
 
-    def _stage_of(self, request: "Request") -> str:
+    def _stage_of(self, request: Request) -> str:
         name = self.stage
-        if name is None and isinstance(request.agent_key, tuple):
-            name = request.agent_key[-1]  # (client, agent)
+        agent_key = agent_key_of(request)
+        if name is None and isinstance(agent_key, tuple):
+            name = agent_key[-1]  # (client, agent)
         if not isinstance(name, str):  # runs of prefills (p) and decodes (d) among the parents
             kinds = "".join("d" if parent.is_decode else "p" for parent in request.parents)
             name = f"{'decode' if request.is_decode else 'prefill'} {len(kinds)} {kinds[:16]}"
@@ -144,7 +143,7 @@ class Budget:
 
     # -- measurements -------------------------------------------------------------------------------------
 
-    def _measure_selected(self, session: "Session") -> None:
+    def _measure_selected(self, session: Any) -> None:
         by_stage: dict[str, list[int]] = {}
         for message_id, stage in self._selected.pop(session.id, {}).items():
             by_stage.setdefault(stage, []).append(message_id)
@@ -153,7 +152,7 @@ class Budget:
         self.measure(session.messages)
         del self._selected[session.id]
 
-    def measure(self, messages: Iterable["Message"]) -> None:
+    def measure(self, messages: Iterable[MessageHandle]) -> None:
         """Measure the selected ones of complete messages, each passed once."""
         for message in messages:
             if message.error is not None or not message.done:
@@ -196,3 +195,22 @@ class Budget:
         except (ValueError, TypeError, KeyError, AttributeError) as exc:
             raise DataError(f"{path}: not a saved budget ({exc}): remove it and learn again") from None
         self._stages = dict(list(stages.items())[-MAX_STAGES:])
+
+
+class BudgetedRepair(ContextFeature):
+    """Repair of calls that give none, chosen by their session's budget."""
+
+    session_options: ClassVar[Mapping[str, Parser]] = {"max_kl": Budget.parse}
+
+    def opened(self, session: Any) -> None:
+        """Attach the budget of a session."""
+        budget: Budget | None = session.defaults.get("max_kl")
+        if budget is not None:
+            budget.attach(session)
+
+    def prepare(self, draft: RequestDraft) -> None:
+        """Choose the repair of a call; called before `ContextRepair`."""
+        budget: Budget | None = draft.session.budget
+        request = draft.request
+        if budget is not None and "repair" not in draft.given and request.parents and request.mode == "choreographed":
+            draft.options["repair"] = budget.choose(request)

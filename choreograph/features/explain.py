@@ -10,23 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.core import EngineCore
 from ..errors import CacheFullError, InvalidRequestError, MessageReleasedError
 from ..kv_cache.entry import KVSlice
+from ..messages.handle import MessageHandle
 from ..outputs import Mode
-from ..request.request import Request, RequestState
-from .repair import REPAIR_STRATEGIES
+from ..request.request import Purpose, Request, RequestState
+from .repair.options import Repair
+from .repair.planner import RepairState
 from .repair.probe import ProbeContext
-from .repair.strategy import ContextView, ParentView, Repair
-
-if TYPE_CHECKING:
-    from ..api.message import Message
-    from ..core.core import EngineCore
+from .repair.strategy import ContextView, ParentView
+from .variants import TextOrigin
 
 TRIAL_SHARES = (0.1, 0.2, 0.4)  # of repair, tried when the divergence is measured
 SMALL_KL = 0.005  # nats a token: less needs no remedy
@@ -81,7 +81,7 @@ class Explanation:
         return fmean(self.divergence) if self.divergence else None
 
 
-def explain(message: "Message", *, measure: bool = False, names: Mapping[int, str] | None = None) -> Explanation:
+def explain(message: MessageHandle, *, measure: bool = False, names: Mapping[int, str] | None = None) -> Explanation:
     """Explain a message; see `Message.explain`.
 
     Args:
@@ -110,13 +110,13 @@ class _TokenSets:
 
     def add(self, request: Request, start: int, end: int) -> None:
         """Add tokens [start, end) of a request, or those they repeat."""
-        while request.origin is not None or request.source is not None:
-            if request.origin is not None:
-                request, first = request.origin
-                start, end = start + first, end + first
+        while True:
+            if (origin := request.extension(TextOrigin)) is not None:
+                request, start, end = origin.request, start + origin.start, end + origin.start
+            elif request.reencoding is not None:
+                request = request.reencoding.source
             else:
-                assert request.source is not None
-                request = request.source
+                break
         key = request if request.entry is None or request.is_decode else request.entry
         self.tokens.setdefault(key, set()).update(range(start, end))
         self.ids.setdefault(key, request.id)
@@ -134,8 +134,9 @@ class _TokenSets:
 
 def _context(request: Request) -> Iterator[tuple[Request, int, int]]:
     """Yield the parents of a request and their visible tokens [start, end)."""
-    if request.origin is not None and not request.is_repair:  # imported: the original's KV
-        request = request.origin[0]
+    origin = request.extension(TextOrigin)
+    if origin is not None and request.purpose is not Purpose.CONTEXT:  # imported: the original's KV
+        request = origin.request
     for parent, token_range in zip(request.parents, request.parent_slices, strict=True):
         start, end = token_range or (0, len(parent.tokens))
         yield parent, start, end
@@ -158,12 +159,12 @@ def _reachable(request: Request) -> _TokenSets:
             if parent.id not in known:
                 known.add(parent.id)
                 queue.append(parent)
-        if reader.computed_layers is not None and reader.source is not None:  # its other layers
-            queue.append(reader.source)
+        if reader.layers is not None and reader.reencoding is not None:  # its other layers
+            queue.append(reader.reencoding.source)
     return result
 
 
-def _explain_parents(message: "Message") -> Iterator[ParentExplanation]:
+def _explain_parents(message: MessageHandle) -> Iterator[ParentExplanation]:
     request, num_cached = message._request, message.usage.cached_tokens
     pieces = _context(request)
     preceding = _TokenSets()
@@ -179,7 +180,7 @@ def _explain_parents(message: "Message") -> Iterator[ParentExplanation]:
         while num_tokens > sum(map(len, own.tokens.values())):
             piece, first, end = next(pieces)
             own.add(piece, first, end)
-            if piece.is_repair:
+            if piece.purpose is Purpose.CONTEXT:
                 repaired += end - first
             else:
                 author = piece
@@ -192,7 +193,7 @@ def _explain_parents(message: "Message") -> Iterator[ParentExplanation]:
             leaked = seen.without(preceding, own)
             blocked = preceding.without(_direct(author))
             shift = position - start - author.entry.base_position
-        is_recomputed = author is not None and author.source is not None and author.computed_layers is None
+        is_recomputed = author is not None and _is_of_other_model(author)
         rest = num_tokens - repaired
         yield ParentExplanation(
             message=parent.id,
@@ -207,6 +208,12 @@ def _explain_parents(message: "Message") -> Iterator[ParentExplanation]:
         for key, tokens in own.tokens.items():
             preceding.tokens.setdefault(key, set()).update(tokens)
             preceding.ids.setdefault(key, parent.id)
+
+
+def _is_of_other_model(request: Request) -> bool:
+    """True for a message of another model that is encoded again in all layers."""
+    copy = request.reencoding
+    return copy is not None and copy.layers is None and copy.source.model != request.model
 
 
 # -- divergence -----------------------------------------------------------------------------------------
@@ -224,7 +231,7 @@ class _Segment(NamedTuple):
 class _SegmentedContext:
     """Attention of independent segments in one forward pass, which writes no KV."""
 
-    def __init__(self, core: "EngineCore", request: Request, segments: Sequence[_Segment]) -> None:
+    def __init__(self, core: EngineCore, request: Request, segments: Sequence[_Segment]) -> None:
         self._lengths = [len(segment.tokens) for segment in segments]
         self.saved_hidden: dict[int, Tensor] = {}  # as in `ForwardContext`
         self._probes = [
@@ -258,7 +265,7 @@ class _SegmentedContext:
         return torch.cat(outputs, dim=1)
 
 
-def _score(core: "EngineCore", request: Request, segments: Sequence[_Segment]) -> list[Float[Tensor, "R V"]]:
+def _score(core: EngineCore, request: Request, segments: Sequence[_Segment]) -> list[Float[Tensor, "R V"]]:
     """Return the log-probabilities after the scored tokens of each segment."""
     tokens = [token for segment in segments for token in segment.tokens]
     positions = [segment.position + index for segment in segments for index in range(len(segment.tokens))]
@@ -280,7 +287,7 @@ def _score(core: "EngineCore", request: Request, segments: Sequence[_Segment]) -
 
 
 @contextmanager
-def _resident(core: "EngineCore", request: Request, context: Sequence[KVSlice]) -> Iterator[None]:
+def _resident(core: EngineCore, request: Request, context: Sequence[KVSlice]) -> Iterator[None]:
     """Keep a context on the device inside the block."""
     owner_id = -request.id
     with core.lock:
@@ -288,7 +295,7 @@ def _resident(core: "EngineCore", request: Request, context: Sequence[KVSlice]) 
             while not all(s.entry.location == "device" and s.entry.is_complete for s in context):
                 is_stuck = False
                 try:
-                    core.context_loader.ensure_resident(owner_id, context)
+                    core.context_loader.ensure_resident(owner_id, [s.entry for s in context])
                 except CacheFullError:
                     is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
                     if is_stuck and not core.step(wait=False):
@@ -306,7 +313,7 @@ def _divergence(prefix: Float[Tensor, "R V"], other: Float[Tensor, "R V"]) -> tu
     return tuple((prefix.exp() * (prefix - other)).sum(-1).clamp_min(0).tolist())
 
 
-def _measure(message: "Message") -> tuple[tuple[float, ...], tuple[RepairTrial, ...]]:
+def _measure(message: MessageHandle) -> tuple[tuple[float, ...], tuple[RepairTrial, ...]]:
     """Compare with prefix mode in one pass; then try some repairs."""
     core, request, segment = message._core, message.wait_encoded()._request, _own_segment(message)
     if request.mode != "choreographed":
@@ -317,18 +324,20 @@ def _measure(message: "Message") -> tuple[tuple[float, ...], tuple[RepairTrial, 
     return divergence, tuple(_try_repairs(message, map(Repair, shares), prefix))
 
 
-def measure_repairs(message: "Message", repairs: Iterable[Repair]) -> list[RepairTrial]:
+def measure_repairs(message: MessageHandle, repairs: Iterable[Repair]) -> list[RepairTrial]:
     """Return the divergence of a choreographed message for each repair that fits."""
     message.wait_encoded()
     prefix = _score(message._core, message._request, [_prefix_segment(message)])[0]
     return list(_try_repairs(message, repairs, prefix))
 
 
-def _try_repairs(message: "Message", repairs: Iterable[Repair], prefix: Float[Tensor, "R V"]) -> Iterator[RepairTrial]:
+def _try_repairs(
+    message: MessageHandle, repairs: Iterable[Repair], prefix: Float[Tensor, "R V"]
+) -> Iterator[RepairTrial]:
     own = _own_segment(message)
     num_context = sum(parent.length for parent in message.parents)
     for repair in repairs:
-        reads_prompt = REPAIR_STRATEGIES[repair.strategy].reads_prompt
+        reads_prompt = repair.selection.reads_prompt
         tokens = list(message._request.prompt) if reads_prompt and repair.share else own.tokens[:1]
         with _repaired_context(message, tokens, repair) as context:
             if context is not None:
@@ -337,19 +346,19 @@ def _try_repairs(message: "Message", repairs: Iterable[Repair], prefix: Float[Te
                 yield RepairTrial(repair.share, fmean(_divergence(prefix, rows)))
 
 
-def _prefix_segment(message: "Message") -> _Segment:
+def _prefix_segment(message: MessageHandle) -> _Segment:
     """Return the text of context and message, as prefix mode has it."""
     own, parents = _own_segment(message), _context(message._request)
     text = [token for piece, first, end in parents for token in piece.tokens[first:end]]
     return own._replace(tokens=text + own.tokens, position=0, context=())
 
 
-def _own_segment(message: "Message") -> _Segment:
+def _own_segment(message: MessageHandle) -> _Segment:
     """Return the message's own tokens over the context that it has."""
     request, entry = message._request, message._request.entry
     if request.mode == "choreographed" and request.released:
         raise MessageReleasedError(f"message {message.id} was released: explain it before")
-    if request.computed_layers is not None:
+    if request.layers is not None:
         raise InvalidRequestError(f"message {message.id} has layers of two models: measure a message of one")
     if request.decode_state is None:
         tokens, num_scored = list(request.tokens), len(request.tokens)
@@ -360,13 +369,15 @@ def _own_segment(message: "Message") -> _Segment:
 
 
 @contextmanager
-def _repaired_context(message: "Message", tokens: list[int], repair: Repair) -> Iterator[tuple[KVSlice, ...] | None]:
+def _repaired_context(
+    message: MessageHandle, tokens: list[int], repair: Repair
+) -> Iterator[tuple[KVSlice, ...] | None]:
     """Yield the context of a repaired prefill of `tokens`; None without capacity."""
     core, original, parents = message._core, message._request, list[tuple[Request, int, int]]()
     for piece, first, end in _context(original):  # of a repaired message: the ranges that it replaced
-        if piece.is_repair and piece.origin is not None:
-            piece, offset = piece.origin
-            first, end = first + offset, end + offset
+        origin = piece.extension(TextOrigin)
+        if piece.purpose is Purpose.CONTEXT and origin is not None:
+            piece, first, end = origin.request, first + origin.start, end + origin.start
         if parents and parents[-1][0] is piece and parents[-1][2] == first:
             parents[-1] = piece, parents[-1][1], end
         else:
@@ -383,8 +394,9 @@ def _repaired_context(message: "Message", tokens: list[int], repair: Repair) -> 
         new_offset=None,
         model=original.model,
         weights_group=original.weights_group,
-        repair=Repair.parse(repair),
     )
+    if repair.share:
+        trial.extend(RepairState(repair))
     core.add_requests([trial], random.Random(0))
     try:
         try:

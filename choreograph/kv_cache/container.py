@@ -14,6 +14,7 @@ Each is verified alone: a reader may read any of them, and use a layer before th
 belongs to another container or another place is damaged, too.
 """
 
+import itertools
 import json
 import math
 import os
@@ -96,10 +97,6 @@ class Block(NamedTuple):
     number: int  # in `Header.blocks`
     tensors: tuple[np.ndarray, ...]  # bytes, (T, bytes of a token)
     checksum: bytes
-
-    def to_array(self) -> np.ndarray:
-        """Return the bytes of the block as they are written."""
-        return np.concatenate([*map(np.ravel, self.tensors), np.frombuffer(self.checksum, np.uint8)])
 
 
 class Header:
@@ -219,15 +216,36 @@ class Header:
             raise self.error(f"is damaged, the checksum of layer {info.layer} differs")
         return block
 
+    def seal_frame(self, number: int, fill: Callable[[TensorKind, Tensor], object]) -> np.ndarray:
+        """Return a block with its checksum as one array, without further copies.
+
+        Args:
+            fill: writes the tensor of a kind into the one that it gets.
+        """
+        info = self.blocks[number]
+        frame = np.empty(info.tensor_bytes + CHECKSUM_BYTES, np.uint8)
+        tensors = self._split(info, frame)
+        for kind, rows in zip(info.kinds, tensors, strict=True):
+            fill(kind, self.as_tensor(info, kind, rows))
+        frame[info.tensor_bytes :] = np.frombuffer(self._digest(number, tensors), np.uint8)
+        return frame
+
     def read_block(self, receive: Receive, number: int) -> Block:
         """Receive the block of a number, and verify it."""
         info = self.blocks[number]
-        data, tensors, start = receive(info.tensor_bytes + CHECKSUM_BYTES), list[np.ndarray](), 0
-        for size in info.token_bytes:
-            end = start + info.num_tokens * size
-            tensors.append(data[start:end].reshape(info.num_tokens, size))
-            start = end
-        return self.verify(Block(number, tuple(tensors), data[start:].tobytes()))
+        frame = receive(info.tensor_bytes + CHECKSUM_BYTES)
+        return self.verify(Block(number, self._split(info, frame), frame[info.tensor_bytes :].tobytes()))
+
+    def as_tensor(self, info: BlockInfo, kind: TensorKind, rows: np.ndarray) -> Tensor:
+        """View a tensor of a block in its dtype and shape."""
+        assert self.dtype is not None
+        return torch.from_numpy(rows).view(self.dtype).reshape(self.entries[info.entry].shapes[info.layer, kind])
+
+    def _split(self, info: BlockInfo, frame: np.ndarray) -> tuple[np.ndarray, ...]:
+        """View the tensors of a block that is one array."""
+        ends = itertools.accumulate(info.num_tokens * size for size in info.token_bytes)
+        parts = np.split(frame, [*ends])
+        return tuple(part.reshape(info.num_tokens, -1) for part in parts[: len(info.kinds)])
 
     def combine(self, checksums: Iterable[bytes]) -> int:
         """Return one checksum of the container from those of its blocks."""
@@ -328,6 +346,23 @@ class ContainerFile:
         self._file.seek(self.header.position(number))
         return self.header.read_block(_receive_from(self._file, self.path, self.header.fix), number)
 
+    def read_all(self) -> list[Block]:
+        """Read and verify all blocks, at once into one array.
+
+        Raises:
+            CacheFileError: if one is damaged.
+        """
+        self._file.seek(len(self.header.raw))
+        data = _receive_from(self._file, self.path, self.header.fix)(self.header.num_bytes - len(self.header.raw))
+        start = 0
+
+        def receive(num_bytes: int) -> np.ndarray:
+            nonlocal start
+            start += num_bytes
+            return data[start - num_bytes : start]
+
+        return [self.header.read_block(receive, number) for number in range(len(self.header.blocks))]
+
 
 def _receive_from(file: BinaryIO, path: Path, fix: str) -> Receive:
     """Return a function that reads the next bytes of a file."""
@@ -347,8 +382,3 @@ def _receive_from(file: BinaryIO, path: Path, fix: str) -> Receive:
 def as_bytes(rows: Tensor) -> np.ndarray:
     """View the rows of a host tensor as a uint8 array, (T, bytes of a row)."""
     return rows.detach().reshape(len(rows), -1).view(torch.uint8).numpy()
-
-
-def as_tensor(rows: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """View bytes of rows as a tensor."""
-    return torch.from_numpy(rows).view(dtype).reshape(tuple(shape))

@@ -2,26 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from ..attention.metadata import KVRead
 from ..outputs import BASE_MODEL
 from .pool import consecutive_runs
-
-if TYPE_CHECKING:
-    from .prefix_tree import PrefixTree
-    from .tiers import TierCopy
-    from .transfer import Transfer
+from .transfer import Transfer
 
 KVLocation = Literal["device", "host", "disk", "loading", "offloading", "dropped"]
 
 
 class KVSlice(NamedTuple):
-    """Slice of an entry's tokens, placed at a position in a context.
-
-    No token attends to a slice of zero tokens: it references the source entry of a partial prefill,
-    of which the cached layer inputs are read.
-    """
+    """Slice of an entry's tokens, placed at a position in a context."""
 
     entry: "KVEntry"
     token_start: int  # first token of the half-open slice
@@ -46,12 +39,46 @@ class SlotRange(NamedTuple):
     length: int  # tokens, equal to slots
 
 
+class EntryLayers(NamedTuple):
+    """Layers of which an entry has keys and values, or inputs."""
+
+    computed: frozenset[int] | None = None  # layers it is computed in; None for all
+    hidden: frozenset[int] = frozenset()  # layers whose inputs (hidden states) are cached too
+    missing: frozenset[int] = frozenset()  # layers that an imported entry came without
+    hidden_source: "KVEntry | None" = None  # entry with the inputs that a partial prefill starts from
+
+
+ALL_LAYERS = EntryLayers()
+
+
+@dataclass
+class TierCopy:
+    """Copy of one KV entry on a tier."""
+
+    tier: str  # name of the tier
+    tokens: int  # number of tokens
+    pages: list[int] = field(default_factory=list)  # pages of the host pool
+    file: Path | None = None  # file of the disk tier
+    checksum: bytes = b""  # of the header of its file
+
+
+@dataclass
+class EntryStorage:
+    """Where an entry is besides its device pages, and how it comes back."""
+
+    copies: dict[str, TierCopy] = field(default_factory=dict)  # by tier; complete entries only
+    transfer: Transfer | None = None  # copy in flight, from or to a tier
+    failed_tiers: set[str] = field(default_factory=set)  # tiers where writing a copy failed
+    can_recompute: bool = True  # False if the model or the context that it was computed with is not loaded here
+    lost_reason: str = ""  # why its last load failed
+
+
 @dataclass(eq=False)
 class KVEntry:
     """KV cache of one message, with its tokens and context.
 
     ``num_computed_tokens <= num_scheduled_tokens <= len(tokens)``. An entry with neither pages nor
-    tier copies is dropped; it is recomputed from `tokens` and `context`.
+    tier copies is dropped; it is recomputed from `tokens` and `read_entries`.
     """
 
     id: int
@@ -60,38 +87,40 @@ class KVEntry:
     context: tuple[KVSlice, ...]  # slices that every token attends to
     pages: list[int]  # page numbers on the device, in token order; empty if not on the device
     page_size: int  # slots per page
+    model: str = BASE_MODEL  # model or adapter that computes it
+    layers: EntryLayers = ALL_LAYERS
     content_hash: bytes | None = None
     num_final_tokens: int = 0  # tokens that no longer depend on sampling
     num_scheduled_tokens: int = 0  # computed, or part of the running step
     num_computed_tokens: int = 0  # present in the pool
-    is_indexed: bool = False  # can be looked up by hash or in its prefix tree
+    shared_header: KVSlice | None = None  # slice that is read in place of its first tokens until they are copied
     owners: "set[tuple[str, object]]" = field(default_factory=set)  # references, as (kind, key)
-    num_tree_children: int = 0  # entries attached to this one in the prefix tree
     last_access: int = 0  # counter of the cache manager, not seconds
-    prefix_tree: "PrefixTree | None" = None  # tree the entry is attached to
-    tier_copies: "dict[str, TierCopy]" = field(default_factory=dict)  # by tier; complete entries only
-    transfer: "Transfer | None" = None  # copy in flight, from or to a tier
     hit_count: int = 0  # references taken since creation, without those of plans
-    is_aliased: bool = False  # its first tokens are still read from another entry's slots
-    failed_tiers: "set[str]" = field(default_factory=set)  # tiers where writing a copy failed
-    agent_key: object = None  # key of the agent that created it, for eviction hints
-    # keys of the fixed parts of prompts that go through this entry, by the token where they end or leave it
-    fixed_ends: "dict[int, set[bytes]]" = field(default_factory=dict)
-    model: str = BASE_MODEL  # model or adapter that computes it
-    computed_layers: frozenset[int] | None = None  # layers it is computed in; None for all
-    cached_hidden_layers: frozenset[int] = frozenset()  # layers whose inputs are cached too
-    missing_layers: frozenset[int] = frozenset()  # layers that an imported entry came without
+    storage: EntryStorage = field(default_factory=EntryStorage)
     error: Exception | None = None  # raised when it was computed; its tokens are incomplete
-    can_recompute: bool = True  # False if the model that computed it is not loaded here
-    lost_reason: str = ""  # why its last load failed
     slot_ranges: list[SlotRange] = field(init=False)  # slots of the tokens, one range per run of consecutive pages
-    source_entry: "KVEntry | None" = field(init=False)  # entry that a partial prefill starts from; None for a full one
 
     def __post_init__(self) -> None:
         self.set_pages(self.pages)
-        self.source_entry = None
-        if self.computed_layers is not None:
-            self.source_entry = next((s.entry for s in self.context if not s.num_tokens), None)
+
+    @property
+    def transfer(self) -> Transfer | None:
+        return self.storage.transfer
+
+    @property
+    def tier_copies(self) -> dict[str, TierCopy]:
+        return self.storage.copies
+
+    @property
+    def is_partial(self) -> bool:
+        """True if it is computed in some layers only."""
+        return self.layers.computed is not None
+
+    @property
+    def read_entries(self) -> "list[KVEntry]":
+        """Entries that must be on the device while it is computed."""
+        return entries_of(self.context, self.layers.hidden_source)
 
     @property
     def is_complete(self) -> bool:
@@ -99,11 +128,12 @@ class KVEntry:
 
     @property
     def location(self) -> KVLocation:
-        if self.transfer is not None:
-            return self.transfer.direction
+        if self.storage.transfer is not None:
+            return self.storage.transfer.direction
         if self.pages:
             return "device"
-        return "host" if "host" in self.tier_copies else "disk" if "disk" in self.tier_copies else "dropped"
+        copies = self.storage.copies
+        return "host" if "host" in copies else "disk" if "disk" in copies else "dropped"
 
     @property
     def has_data(self) -> bool:
@@ -123,7 +153,7 @@ class KVEntry:
     @property
     def is_lost(self) -> bool:
         """True if it has no data and cannot be recomputed."""
-        return not (self.can_recompute or self.pages or self.tier_copies)
+        return not (self.storage.can_recompute or self.pages or self.tier_copies)
 
     @property
     def in_use(self) -> bool:
@@ -148,6 +178,12 @@ class KVEntry:
         for page, count in consecutive_runs(pages):
             self.slot_ranges.append(SlotRange(first, page * self.page_size, count * self.page_size))
             first += count * self.page_size
+
+
+def entries_of(context: Iterable[KVSlice], hidden_source: KVEntry | None) -> list[KVEntry]:
+    """Return the entries that tokens over a context are computed from."""
+    entries = [kv_slice.entry for kv_slice in context]
+    return entries if hidden_source is None else [*entries, hidden_source]
 
 
 def context_reads(slices: Iterable[KVSlice], q_start: int, q_end: int, layer: int = 0) -> list[KVRead]:
@@ -222,10 +258,7 @@ def prefix_reads(slices: Iterable[KVSlice], q_start: int, start: int, end: int, 
 
 def group_layers_by_context(slices: Iterable[KVSlice], num_layers: int) -> list[list[int]]:
     """Group the layers that share the same visible slices."""
-    layer_sets = set()
-    for _, _, num_tokens, _, layers in slices:
-        if layers is not None and num_tokens:
-            layer_sets.add(layers)
+    layer_sets = {layers for *_, layers in slices if layers is not None}
     groups: dict[tuple[bool, ...], list[int]] = {}
     for layer in range(num_layers) if layer_sets else ():
         groups.setdefault(tuple(layer in layer_set for layer_set in layer_sets), []).append(layer)

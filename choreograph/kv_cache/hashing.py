@@ -5,11 +5,21 @@ import struct
 from collections.abc import Callable, Iterable
 
 from ..namespace import Namespace
-from .entry import KVSlice
+from .entry import EntryLayers, KVEntry, KVSlice
 
 
-def content_hash(namespace: Namespace, tokens: Iterable[int], base_position: int, context: Iterable[KVSlice]) -> bytes:
-    """Hash namespace, tokens, and the context at positions relative to the base."""
+def content_hash(
+    namespace: Namespace,
+    tokens: Iterable[int],
+    base_position: int,
+    context: Iterable[KVSlice],
+    hidden_source: KVEntry | None = None,
+) -> bytes:
+    """Hash namespace, tokens, and the context at positions relative to the base.
+
+    Args:
+        hidden_source: entry with the inputs that a partial prefill starts from.
+    """
     # fields have a fixed length, or their length before them; the tokens are last
     digest = hashlib.sha256(namespace.digest)
     for kv_slice in context:
@@ -19,6 +29,9 @@ def content_hash(namespace: Namespace, tokens: Iterable[int], base_position: int
         if kv_slice.layers is not None:
             layer_ids = sorted(kv_slice.layers)
             digest.update(b"only" + struct.pack(f"<{len(layer_ids) + 1}q", len(layer_ids), *layer_ids))
+    if hidden_source is not None:
+        assert hidden_source.content_hash is not None, "the source must be hashed first"
+        digest.update(b"from" + hidden_source.content_hash)
     token_ids = list(tokens)
     digest.update(b"mine" + struct.pack(f"<{len(token_ids)}q", *token_ids))
     return digest.digest()
@@ -42,7 +55,7 @@ def portable_content_hash(
     hashes: dict[tuple[int, int], str] = {}  # by entry ID and end of the slice
 
     def hash_inputs(
-        model: str, layers: frozenset[int] | None, tokens: Iterable[int], base: int, context: Iterable[KVSlice]
+        model: str, layers: EntryLayers, tokens: Iterable[int], base: int, context: Iterable[KVSlice]
     ) -> str:
         context_items = [
             (
@@ -54,24 +67,34 @@ def portable_content_hash(
             )
             for s in context
         ]
-        digest = hashlib.sha256(repr((weights_hash_of(model), _sorted_layers(layers), context_items)).encode())
+        source = layers.hidden_source
+        inputs: tuple[object, ...] = (weights_hash_of(model), _sorted_layers(layers.computed), context_items)
+        if source is not None:
+            inputs += (hashes[source.id, len(source.tokens)],)
+        digest = hashlib.sha256(repr(inputs).encode())
         token_ids = list(tokens)
         digest.update(struct.pack(f"<{len(token_ids)}q", *token_ids))
         return digest.hexdigest()
 
     context = tuple(context)
-    stack = [(s.entry, s.token_start + s.num_tokens) for s in context]
+    stack = _slice_ends(context, None)
     while stack:  # not recursive: contexts nest deeper than Python calls may
         entry, end = stack[-1]
-        items = [(s.entry, s.token_start + s.num_tokens) for s in entry.context]
+        items = _slice_ends(entry.context, entry.layers.hidden_source)
         missing = [(item, item_end) for item, item_end in items if (item.id, item_end) not in hashes]
         stack += missing
         if not missing:
             stack.pop()
             hashes[entry.id, end] = hash_inputs(
-                entry.model, entry.computed_layers, entry.tokens[:end], entry.base_position, entry.context
+                entry.model, entry.layers, entry.tokens[:end], entry.base_position, entry.context
             )
-    return hash_inputs(model, None, tokens, base_position, context)
+    return hash_inputs(model, EntryLayers(), tokens, base_position, context)
+
+
+def _slice_ends(context: Iterable[KVSlice], hidden_source: KVEntry | None) -> list[tuple[KVEntry, int]]:
+    """Return each entry of a context with the end of the tokens it is read up to."""
+    ends = [(s.entry, s.token_start + s.num_tokens) for s in context]
+    return ends if hidden_source is None else [*ends, (hidden_source, len(hidden_source.tokens))]
 
 
 def _sorted_layers(layers: frozenset[int] | None) -> list[int] | None:

@@ -1,34 +1,32 @@
-"""KV cache manager: allocation, references, lookup, eviction, offloading and loading of entries."""
+"""KV cache manager: allocation, eviction, offloading and loading of entries."""
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from ..errors import CacheBusyError, CacheFullError
 from ..events import EventBus
-from ..namespace import Namespace
 from ..outputs import BASE_MODEL
-from .allocation import allocate_pages, grow_entry
-from .entry import KVEntry, KVSlice
-from .eviction import EVICTION_POLICIES, HintRegistry, PinTable
-from .fixed_parts import FixedPartIndex, split_unused, split_used
+from .entry import ALL_LAYERS, EntryLayers, KVEntry, KVSlice
+from .entry_table import EntryTable, Owner
+from .eviction import EvictionOrder, EvictionPolicy
 from .pool import KVPool
-from .prefetch import EVICTION_SLACK_DIVISOR, Prefetcher
-from .prefix_tree import PrefixTree, SharedHeaderIndex
+from .splits import split_unused, split_used
 from .tiers import HostTier, OffloadManager, Tier
 from .transfer import ThreadExecutor, make_executor
 
+EVICTION_SLACK_DIVISOR = 32  # evict 1/32 of the pool more than required: not every allocation sorts the candidates
+MAX_CHUNK_TOKENS = 64  # tokens that an entry grows by at once
+CHUNK_DIVISOR = 64  # of a small cache a chunk is at most 1/64
 POLL_SECONDS = 0.02  # maximum sleep while waiting for a pin to expire
 
 
-class KVCacheManager:
-    """Page pool, the KV entries in it, and the lower tiers.
+class KVCacheManager(EntryTable):
+    """KV entries on the device and the lower tiers, evicted when pages are needed.
 
     Args:
         pool: Pages on the device.
-        eviction: Key of `EVICTION_POLICIES`.
+        eviction: Key of `EVICTION_POLICIES`, or a function like those.
         tiers: Offload tiers, highest first.
         executor: Runs transfers; by default the one made for the pool's device.
         clock: Monotonic seconds, for the expiry of pins.
@@ -38,30 +36,20 @@ class KVCacheManager:
         self,
         pool: KVPool,
         *,
-        eviction: str,
+        eviction: str | EvictionPolicy,
         events: EventBus,
         tiers: Sequence[Tier] = (),
         executor: ThreadExecutor | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.pool = pool
-        self.offload_manager = OffloadManager(pool, tiers, executor or make_executor(pool.keys[0].device), events)
+        executor = executor or make_executor(pool.keys[0].device)
+        super().__init__(pool, OffloadManager(pool, tiers, executor, events), clock)
         self.sleep = sleep
-        self._policy_name, self._policy = eviction, EVICTION_POLICIES[eviction]
+        self._eviction_order = EvictionOrder(eviction)
         self._events = events
-        self.entries: dict[int, KVEntry] = {}
-        self.resident: dict[int, KVEntry] = {}  # those with device pages, which evictions search
-        self._by_hash: dict[bytes, KVEntry] = {}
-        self._prefix_trees: dict[Namespace, PrefixTree] = {}
-        self._clock = itertools.count(1)
-        self.pins = PinTable(self, clock)
-        self.hints = HintRegistry()
-        self.shared_headers = SharedHeaderIndex()
-        self.fixed_parts = FixedPartIndex()
-        self.prefetcher = Prefetcher(self, events)
 
-    # -- lifetime -----------------------------------------------------------------------------------------
+    # -- allocation ---------------------------------------------------------------------------------------
 
     def allocate_entry(
         self,
@@ -71,9 +59,9 @@ class KVCacheManager:
         *,
         capacity: int,
         max_tokens: int = 0,
-        owner: tuple[str, object],
+        owner: Owner,
         model: str = BASE_MODEL,
-        computed_layers: frozenset[int] | None = None,
+        layers: EntryLayers = ALL_LAYERS,
     ) -> KVEntry:
         """Create an entry with pages for `capacity` tokens, evicting others if needed.
 
@@ -81,156 +69,59 @@ class KVCacheManager:
             tokens: Final token IDs so far; the entry keeps this list.
             capacity: Tokens to allocate pages for.
             max_tokens: Tokens that the entry may grow to.
-            owner: First owner, as (kind, key). For the others see `KVEntry`.
+            owner: First owner. For the others see `KVEntry`.
 
         Raises:
             CacheFullError: if not enough pages can be freed.
             CacheBusyError: if pages become free only when a transfer completes.
         """
         num_pages, max_pages = self.pool.num_pages_for(capacity), self.pool.num_pages_for(max_tokens)
-        pages = allocate_pages(self, num_pages, max_pages, partial=computed_layers is not None)
-        entry = self.add_entry(
-            tokens, base_position, tuple(context), pages, model=model, computed_layers=computed_layers
-        )
+        pages = self._allocate_pages(num_pages, max_pages, partial=layers.computed is not None)
+        entry = self.add_entry(tokens, base_position, tuple(context), pages, model=model, layers=layers)
         entry.owners.add(owner)
         return entry
 
-    def add_entry(
-        self, tokens: list[int], base_position: int, context: tuple[KVSlice, ...], pages: list[int], **fields: Any
-    ) -> KVEntry:
-        """Create an entry without owners in allocated pages. For `fields` see `KVEntry`."""
-        entry_id, page_size = next(self._clock), self.pool.page_size
-        entry = KVEntry(entry_id, tokens, base_position, context, pages, page_size, last_access=entry_id, **fields)
-        entry.num_final_tokens = len(tokens)
-        self.entries[entry.id] = entry
-        if pages:
+    def grow(self, entry: KVEntry, num_tokens: int, max_tokens: int = 0) -> None:
+        """Allocate the pages that an entry lacks for `num_tokens` tokens.
+
+        Raises the errors of `allocate_entry`; the entry is unchanged then. `max_tokens` is its final length.
+        """
+        num_pages = len(entry.pages)
+        missing = self.pool.num_pages_for(num_tokens) - num_pages
+        if missing > 0:
+            max_pages, after = self.pool.num_pages_for(max_tokens) - num_pages, entry.pages[-1] if num_pages else None
+            pages = self._allocate_pages(missing, max_pages, after=after, partial=entry.is_partial)
+            entry.set_pages(entry.pages + pages)
             self.resident[entry.id] = entry
-        return entry
 
-    def acquire(self, entry: KVEntry, owner: tuple[str, object]) -> None:
-        """Add an owner. A deleted entry is registered again, without pages."""
-        if entry.id not in self.entries:
-            self.entries[entry.id] = entry
-            if entry.content_hash is not None:
-                self.register(entry, entry.content_hash)
-        entry.owners.add(owner)
-        entry.hit_count += owner[0] != "plan"
-        entry.last_access = next(self._clock)
+    def _allocate_pages(self, num_pages: int, max_pages: int, *, partial: bool, after: int | None = None) -> list[int]:
+        """Allocate at least `num_pages` pages, evicting entries if needed.
 
-    def release(self, entry: KVEntry, owner: tuple[str, object]) -> None:
-        """Remove an owner; delete an unowned entry that lookups cannot return.
+        A growing entry gets a chunk at a time, next to its last page where that is free, so that it
+        remains few slot ranges. More than `num_pages` are taken from free pages only: they evict nothing.
 
-        Idempotent.
+        Args:
+            max_pages: pages that the entry may need in the end; up to a chunk of them is allocated if free.
+            partial: allocate in the partial-layer pool.
+            after: last page of the entry that grows.
         """
-        if owner not in entry.owners:
-            return
-        entry.owners.discard(owner)
-        entry.last_access = next(self._clock)
-        if not entry.in_use:
-            self.prefetcher.num_usable_pages += len(entry.pages)
-        if not entry.owners and not (entry.is_indexed and entry.has_data):
-            self._delete(entry)
-
-    def free_unused_pages(self, entry: KVEntry) -> None:
-        """Free a finished entry's unused pages and mark its tokens final."""
-        entry.num_final_tokens = len(entry.tokens)
-        self.truncate_pages(entry, self.pool.num_pages_for(len(entry.tokens)))
-
-    def discard(self, entry: KVEntry) -> None:
-        """Free the pages of an entry whose computation failed."""
-        self._free_pages(entry)
-        if not entry.owners:
-            self._delete(entry)
-
-    def fail(self, entry: KVEntry, error: Exception | None) -> None:
-        """Truncate or discard an entry whose computation raised `error`.
-
-        A prefix-mode entry keeps computed tokens; requests that need any other entry get the error.
-        """
-        if entry.id not in self.entries:  # deleted with its last owner
-            return
-        if entry.prefix_tree is not None and entry.num_computed_tokens:
-            del entry.tokens[entry.num_computed_tokens :]
-            self.free_unused_pages(entry)
-            return
-        entry.error = error
-        if entry.content_hash is not None and self._by_hash.get(entry.content_hash) is entry:
-            del self._by_hash[entry.content_hash]
-            entry.is_indexed = False
-        if not entry.in_use:
-            self.discard(entry)
+        pool, room = self.pool, max(0, max_pages - num_pages)
+        if pool.num_free(partial) < num_pages:
+            self.reclaim(num_pages, partial)
+        elif room:
+            chunk_tokens = min(MAX_CHUNK_TOKENS, pool.pages * pool.page_size // CHUNK_DIVISOR)
+            chunk_pages = max(1, chunk_tokens // pool.page_size)
+            num_pages += min(room, chunk_pages, pool.num_free(partial) - num_pages)
+        return pool.allocate(num_pages, partial=partial, after=after, room=room)
 
     def evict_unreferenced(self) -> None:
         """Delete every unreferenced entry, on every tier, after waiting for all transfers."""
         while self.offload_manager.wait():
             self.poll_transfers()
-        while leaves := [e for e in self.entries.values() if not e.owners and not e.num_tree_children]:
+        tree = self.prefix_tree
+        while leaves := [e for e in self.entries.values() if not e.owners and not tree.has_children(e)]:
             for entry in leaves:
                 self._delete(entry)
-
-    def _free_pages(self, entry: KVEntry) -> None:
-        self.truncate_pages(entry, 0)
-        entry.num_computed_tokens = entry.num_scheduled_tokens = 0
-
-    def truncate_pages(self, entry: KVEntry, count: int) -> None:
-        """Free an entry's pages after the first `count`."""
-        unused = entry.pages[count:]
-        entry.set_pages(entry.pages[:count])
-        if not count:
-            self.resident.pop(entry.id, None)
-        self.prefetcher.num_usable_pages += len(unused)
-        self.pool.release(unused)
-
-    def _delete(self, entry: KVEntry) -> None:
-        """Delete an unreferenced entry and detach its prefix subtree.
-
-        A running transfer is cancelled first; the entry is deleted when it ends.
-        """
-        if entry.transfer is not None:
-            entry.transfer.cancel()
-            return
-        if entry.content_hash is not None and self._by_hash.get(entry.content_hash) is entry:
-            del self._by_hash[entry.content_hash]
-        entry.is_indexed = False
-        tree = entry.prefix_tree
-        if tree is not None:
-            for child in reversed(list(tree.descendants(entry))):
-                tree.remove(child)
-                child.is_indexed = False
-                if not child.owners and child.transfer is None:
-                    self._delete(child)
-            tree.remove(entry)
-            if tree.is_empty:
-                self._prefix_trees.pop(tree.namespace, None)
-        self.shared_headers.remove(entry)
-        self.fixed_parts.remove(entry)
-        for copy in list(entry.tier_copies.values()):
-            self.offload_manager.free(entry, copy)
-        self._free_pages(entry)
-        del self.entries[entry.id]
-
-    # -- lookup by content --------------------------------------------------------------------------------
-
-    def lookup(self, content_hash: bytes) -> KVEntry | None:
-        return self._by_hash.get(content_hash)
-
-    def entries_with(self, key: bytes) -> list[KVEntry]:
-        """Return the entries that have a fixed part, in token order."""
-        entry = self._by_hash.get(key)
-        return self.fixed_parts.get(key) if entry is None else [entry]
-
-    def register(self, entry: KVEntry, content_hash: bytes) -> None:
-        """Set the content hash; `lookup` returns its first registered entry."""
-        entry.content_hash = content_hash
-        if self._by_hash.setdefault(content_hash, entry) is entry:
-            entry.is_indexed = True
-
-    def prefix_tree(self, namespace: Namespace, *, create: bool = False) -> PrefixTree:
-        """Return the prefix tree of a namespace; `create` registers a new one."""
-        tree = self._prefix_trees.get(namespace) or PrefixTree(namespace)
-        if create:
-            self._prefix_trees[namespace] = tree
-        return tree
 
     # -- eviction from the device -------------------------------------------------------------------------
 
@@ -270,16 +161,13 @@ class KVCacheManager:
         return [
             entry
             for entry in self.resident.values()
-            if (entry.computed_layers is not None) == partial
-            and not entry.in_use
-            and entry.transfer is None
-            and entry.is_complete
+            if entry.is_partial == partial and not entry.in_use and entry.transfer is None and entry.is_complete
         ]
 
     def victims(self, entries: Iterable[KVEntry], incoming: KVEntry | None = None) -> Iterator[KVEntry]:
         """Yield entries in policy order, up to `incoming` if given."""
         candidates = {entry.id: entry for entry in (*entries, incoming) if entry is not None}
-        for entry_id in self._policy([self.hints.candidate(entry) for entry in candidates.values()]):
+        for entry_id in self._eviction_order([self.hints.candidate(entry) for entry in candidates.values()]):
             if incoming is not None and entry_id == incoming.id:
                 break
             yield candidates[entry_id]
@@ -311,12 +199,12 @@ class KVCacheManager:
                 if self.offload_manager.accepts(tier, entry) and tier.fits(num_tokens):
                     reserved[tier.name] = num_tokens
                     return True
-        return not entry.num_tree_children and (not entry.owners or entry.can_recompute)
+        return not self.prefix_tree.has_children(entry) and (not entry.owners or entry.storage.can_recompute)
 
     def evict_entry(self, entry: KVEntry, with_descendants: bool = False) -> bool:
         """Offload an entry or free its pages; return whether either was possible."""
         is_worth_copying = entry.owners or not self.hints.candidate(entry).ephemeral
-        if not entry.tier_copies and entry.computed_layers is None and is_worth_copying:
+        if not entry.tier_copies and not entry.is_partial and is_worth_copying:
             tiers = self.offload_manager.tiers
             for depth, tier in enumerate(tiers):
                 if not self.offload_manager.accepts(tier, entry):
@@ -329,10 +217,11 @@ class KVCacheManager:
             if any(self.offload_manager.tokens_being_freed(tier) for tier in tiers):
                 return False
         if not entry.tier_copies:
-            descendants = entry.prefix_tree.descendants(entry) if entry.prefix_tree else ()
-            if entry.num_tree_children and not (with_descendants and all(not child.owners for child in descendants)):
+            if self.prefix_tree.has_children(entry) and not (
+                with_descendants and all(not child.owners for child in self.prefix_tree.descendants(entry))
+            ):
                 return False
-            if entry.owners and not entry.can_recompute:
+            if entry.owners and not entry.storage.can_recompute:
                 return False
         self._emit_evicted(entry, next(iter(entry.tier_copies), "dropped"))
         self._free_pages(entry)
@@ -345,7 +234,7 @@ class KVCacheManager:
         inputs = self.hints.candidate(entry)
         why = {"steps": inputs.steps_to_execution, "ephemeral": inputs.ephemeral, "referenced": inputs.referenced}
         self._events.emit(
-            "evicted", entry=entry.id, tokens=len(entry.tokens), to=destination, policy=self._policy_name, **why
+            "evicted", entry=entry.id, tokens=len(entry.tokens), to=destination, policy=self._eviction_order.name, **why
         )
 
     # -- lower tiers --------------------------------------------------------------------------------------
@@ -373,7 +262,7 @@ class KVCacheManager:
                 assert isinstance(tier, HostTier), "the disk tier is the lowest"
                 self.offload_manager.demote(entry, tier, lower)
                 return
-            if entry.num_tree_children or (entry.owners and not entry.can_recompute):
+            if self.prefix_tree.has_children(entry) or (entry.owners and not entry.storage.can_recompute):
                 return
         self.offload_manager.free(entry, entry.tier_copies[tier.name])
         if is_only_copy:
@@ -390,7 +279,7 @@ class KVCacheManager:
         """
         if entry.transfer is not None:
             raise CacheBusyError(f"KV entry {entry.id} is being offloaded; retry after the transfer completes")
-        grow_entry(self, entry, len(entry.tokens))
+        self.grow(entry, len(entry.tokens))
         try:
             self.offload_manager.load(entry)
         except BaseException:
@@ -416,7 +305,7 @@ class KVCacheManager:
             elif job.kind == "offload" and error is None and not entry.in_use:
                 self._emit_evicted(entry, job.copy.tier)
                 self._free_pages(entry)
-            if not entry.owners and not (entry.is_indexed and entry.has_data and not job.transfer.cancelled):
+            if not self._is_needed(entry) or (job.transfer.cancelled and not entry.owners):
                 self._delete(entry)
         self.pins.expire()
         return failed
@@ -433,43 +322,3 @@ class KVCacheManager:
         if (seconds_left := self.pins.next_expiry) is not None:
             self.sleep(min(POLL_SECONDS, seconds_left))
         return seconds_left is not None
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """Return entry and page counts of the device; see `EngineStats`."""
-        entries = list(self.entries.values())  # a copy: another thread may be running a step
-        referenced = [entry for entry in entries if entry.owners]
-        num_partial = sum(len(e.pages) for e in referenced if e.computed_layers is not None)
-        return {
-            "num_pages": self.pool.pages,
-            "num_free_pages": self.pool.free_pages,
-            "num_referenced_pages": sum(len(e.pages) for e in referenced) - num_partial,
-            "num_referenced_entries": len(referenced),
-            "num_unreferenced_entries": len(entries) - len(referenced),
-            "num_partial_pages": self.pool.num_pages(partial=True),
-            "num_referenced_partial_pages": num_partial,
-        }
-
-    def check(self) -> None:
-        """Check all invariants: pages, references, index, pins, tier copies and prefix trees."""
-        entries = list(self.entries.values())
-        self.pool.check()
-        pages = [page for entry in entries for page in entry.pages]
-        assert len(pages) == len(set(pages)), "two KV entries share a page"
-        for partial in (False, True):
-            num_used = sum((page > self.pool.pages) == partial for page in pages)
-            assert num_used + self.pool.num_free(partial) == self.pool.num_pages(partial), "pages are lost"
-        for e in entries:
-            assert e.owners or e.transfer or (e.is_indexed and e.has_data), f"KV entry {e.id} is leaked"
-            assert e.num_computed_tokens <= e.num_scheduled_tokens <= len(e.tokens)
-            assert not e.pages or len(e.tokens) <= len(e.pages) * e.page_size
-            assert e.pages or not e.num_computed_tokens, f"KV entry {e.id} has computed tokens but no pages"
-            assert all((page > self.pool.pages) == (e.computed_layers is not None) for page in e.pages)
-        assert self.resident == {e.id: e for e in entries if e.pages}, "the index of resident entries is wrong"
-        for key, e in self._by_hash.items():
-            assert e.content_hash == key and e.id in self.entries
-        self.pins.check()
-        self.offload_manager.check(entries)
-        self.fixed_parts.check(entries)
-        for tree in self._prefix_trees.values():
-            tree.check()

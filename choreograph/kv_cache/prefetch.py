@@ -2,16 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ..events import EventBus
 from .entry import KVEntry
-from .fixed_parts import split_unused
-
-EVICTION_SLACK_DIVISOR = 32  # evict 1/32 of the pool more than required: not every allocation sorts the candidates
-
-if TYPE_CHECKING:
-    from .manager import KVCacheManager
+from .manager import EVICTION_SLACK_DIVISOR, KVCacheManager
+from .splits import split_unused
 
 
 class Prefetcher:
@@ -21,16 +16,15 @@ class Prefetcher:
     enough can be.
     """
 
-    def __init__(self, cache_manager: "KVCacheManager", events: EventBus) -> None:
+    def __init__(self, cache_manager: KVCacheManager, events: EventBus) -> None:
         self._cache_manager, self._events = cache_manager, events
         self.missing: dict[object, tuple[list[bytes], int]] = {}  # keys, nearest first, and maximum loads, by source
-        self.num_usable_pages = 0  # pages that became free or evictable so far
-        self._retry_at = 0  # value of `num_usable_pages` from which there may be room again
+        self._retry_at = 0  # value of `KVCacheManager.num_usable_pages` from which there may be room again
 
     @property
     def is_pending(self) -> bool:
         """True if a part is missing and may fit."""
-        return bool(self.missing) and self.num_usable_pages >= self._retry_at
+        return bool(self.missing) and self._cache_manager.num_usable_pages >= self._retry_at
 
     def update(self, source: object, keys: Iterable[bytes], max_loads: int) -> None:
         """Replace the parts that a source needs next, the nearest first."""
@@ -63,7 +57,7 @@ class Prefetcher:
         num_pages = manager.pool.num_pages_for(len(entry.tokens))
         num_short = self._evict(entry, num_pages)
         if num_short:
-            self._retry_at = self.num_usable_pages + num_short
+            self._retry_at = manager.num_usable_pages + num_short
         if manager.pool.free_pages >= num_pages:
             self._events.emit("prefetch", entry=entry.id, tokens=len(entry.tokens))
             manager.load(entry)

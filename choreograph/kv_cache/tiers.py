@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -25,20 +25,9 @@ from ..errors import ConfigError
 from ..events import EventBus
 from ..utils import ensure_dir
 from .container import ContainerFile, EntryInfo, Header, TensorKey, TensorKind, as_bytes
-from .entry import KVEntry, KVSlice
+from .entry import KVEntry, KVSlice, TierCopy
 from .pool import KVPool
 from .transfer import ThreadExecutor, Transfer
-
-
-@dataclass
-class TierCopy:
-    """Copy of one KV entry on a tier."""
-
-    tier: str  # name of the tier
-    tokens: int  # number of tokens
-    pages: list[int] = field(default_factory=list)  # pages of the host pool
-    file: Path | None = None  # file of the disk tier
-    checksum: bytes = b""  # of the file's header
 
 
 class TransferOps(NamedTuple):
@@ -342,7 +331,7 @@ class OffloadManager:
 
     def accepts(self, tier: Tier, entry: KVEntry) -> bool:
         """Return whether an empty tier could store the entry."""
-        is_supported = entry.computed_layers is None and tier.name not in entry.failed_tiers
+        is_supported = not entry.is_partial and tier.name not in entry.storage.failed_tiers
         return is_supported and tier.fits_when_empty(len(entry.tokens))
 
     def load(self, entry: KVEntry) -> None:
@@ -384,7 +373,7 @@ class OffloadManager:
             if kind != "load":
                 self.free(entry, copy)
             raise
-        entry.transfer = transfer
+        entry.storage.transfer = transfer
         self.jobs.append(TransferJob(kind, entry, copy, transfer, source))
         self.num_loads += kind == "load"
 
@@ -396,14 +385,14 @@ class OffloadManager:
         self.jobs.remove(job)
         self.num_loads -= job.kind == "load"
         entry, transfer = job.entry, job.transfer
-        entry.transfer = None
+        entry.storage.transfer = None
         if transfer.error is not None:
             if not (job.kind == "load" and transfer.cancelled):  # a copy that cannot be read is useless
                 self.free(entry, job.copy)
             if job.kind == "load":
-                entry.lost_reason = str(transfer.error)
+                entry.storage.lost_reason = str(transfer.error)
             if job.kind != "load" and not transfer.cancelled:  # do not retry: a disk may be full
-                entry.failed_tiers.add(job.copy.tier)
+                entry.storage.failed_tiers.add(job.copy.tier)
             self._events.emit("failed_transfer", entry=entry.id, way=job.kind, why=repr(transfer.error))
             return
         if job.kind != "load":
@@ -437,8 +426,9 @@ class OffloadManager:
         """
         loading: dict[Transfer, list[KVSlice]] = {}
         for kv_slice in slices:
-            if kv_slice.num_tokens and kv_slice.entry.location == "loading" and kv_slice.entry.transfer is not None:
-                loading.setdefault(kv_slice.entry.transfer, []).append(kv_slice)
+            transfer = kv_slice.entry.transfer
+            if transfer is not None and transfer.direction == "loading":
+                loading.setdefault(transfer, []).append(kv_slice)
 
         def wait_for_layer(transfer: Transfer, visible: list[KVSlice], layer: int) -> None:
             if any(kv_slice.visible_in(layer) for kv_slice in visible):

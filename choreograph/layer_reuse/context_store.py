@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..api.engine import Engine
-from ..api.kv_export import resident
-from ..api.message import Message, MessageSlice, unwrap_slice
+from ..api.message import Message
 from ..errors import InvalidRequestError
-from ..features.cross_model import LayerPattern
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.pool import LayerKeyValues
+from ..layer_pattern import LayerPattern
+from ..messages.handle import MessageSlice, unwrap_slice
+from ..messages.kv_export import resident
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +95,7 @@ class ContextStore:
             InvalidRequestError: as in `store_kv`, or if no input is cached.
         """
         self._check_fully_computed(context)
-        layers = tuple(sorted(context._request.entry.cached_hidden_layers))
+        layers = tuple(sorted(context._request.entry.layers.hidden))
         if not layers:
             raise InvalidRequestError(
                 f"message {context.id} has no cached layer inputs: call engine.enable_layer_reuse(...) before it is "
@@ -121,12 +122,12 @@ class ContextStore:
             if entry.id in visited:
                 continue
             visited.add(entry.id)
-            if entry.computed_layers is not None or model_set.fingerprint(entry.model) != expected:
+            if entry.is_partial or model_set.fingerprint(entry.model) != expected:
                 raise InvalidRequestError(
                     f"message {context.id} attends to KV that {context.model!r} did not compute in all layers: "
                     "store a message computed with kv_reuse='recompute'"
                 )
-            queue += [kv_slice.entry for kv_slice in entry.context]
+            queue += entry.read_entries
 
     def models(self, name: str) -> tuple[str, ...]:
         """Return the models that have computed a context."""
@@ -152,7 +153,7 @@ class ContextStore:
         Returns a (T, G, D) tensor each; the keys keep the rotation of their computed position.
         """
         with self._resident(name, model, layer) as entry:
-            if layer in entry.missing_layers:
+            if layer in entry.layers.missing:
                 raise InvalidRequestError(f"context {name[:12]} came without layer {layer}")
             return self._engine.core.cache_manager.pool.export_layer(layer, entry.slots)
 
@@ -163,9 +164,9 @@ class ContextStore:
             InvalidRequestError: if they are not cached.
         """
         with self._resident(name, model, layer) as entry:
-            if layer not in entry.cached_hidden_layers:
+            if layer not in entry.layers.hidden:
                 raise InvalidRequestError(
-                    f"context {name[:12]} has cached inputs of layers {sorted(entry.cached_hidden_layers)}, not {layer}"
+                    f"context {name[:12]} has cached inputs of layers {sorted(entry.layers.hidden)}, not {layer}"
                 )
             return self._engine.core.cache_manager.pool.hidden[layer][entry.slots].cpu()
 
@@ -195,9 +196,9 @@ class ContextStore:
             if message._request.entry is not None:
                 entries.setdefault(message._request.entry.id, (message.model, message._request.entry))
         for model, entry in entries.values():
-            for layer in range(len(pool.keys)) if entry.computed_layers is None else entry.computed_layers:
+            for layer in range(len(pool.keys)) if entry.layers.computed is None else entry.layers.computed:
                 for kind, tensor in pool.tensors(layer).items():
-                    if kind != "inputs" or layer in entry.cached_hidden_layers:
+                    if kind != "inputs" or layer in entry.layers.hidden:
                         size = tensor[0].numel() * tensor.element_size() * len(entry.tokens)
                         result[model] = result.get(model, 0) + size
         return result

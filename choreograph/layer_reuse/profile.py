@@ -21,7 +21,8 @@ from pydantic.dataclasses import dataclass
 
 from ..api.engine import Engine
 from ..errors import ConfigError, DataError
-from ..features.cross_model import EngineLoad, LayerPattern
+from ..features.other_models import EngineLoad
+from ..layer_pattern import LayerPattern
 from ..models.model_set import REMOTE_SUFFIX
 from ..outputs import BASE_MODEL
 from ..utils import atomic_write_text, ensure_dir, ensure_writable, require

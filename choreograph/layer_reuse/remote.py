@@ -17,24 +17,28 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..api.call import Call, Offsets, PromptInput
 from ..api.engine import Engine
-from ..api.kv_export import cancel_reservation, reserve, resident, start_remote_load
-from ..api.message import Message, MessageSlice
-from ..api.session import PromptInput, Session
-from ..api.validation import Offsets, check_choreographed
+from ..api.message import Message
+from ..api.session import Session
 from ..attention.metadata import AttentionSpec
 from ..attention.rope import rotate
 from ..errors import CacheFullError, ConfigError, InvalidRequestError, ModelError, WrongSessionError
-from ..features.cross_model import LayerPattern, TransferLoad, parse_layer_pattern
-from ..kv_cache.container import Block, EntryInfo, Header, TensorKey, as_bytes, as_tensor
-from ..kv_cache.entry import KVEntry
+from ..features.layer_variants import submit_remote
+from ..features.other_models import TransferLoad
+from ..kv_cache.container import Block, EntryInfo, Header, TensorKey
+from ..kv_cache.entry import EntryLayers, KVEntry
 from ..kv_cache.tiers import TransferOps, tensor_shapes
 from ..kv_cache.transfer import Transfer, make_executor
+from ..layer_pattern import LayerPattern, parse_layer_pattern
+from ..messages.handle import MessageSlice
+from ..messages.kv_export import cancel_reservation, reserve, resident, start_remote_load
 from ..models.model_set import REMOTE_SUFFIX
 from ..outputs import BASE_MODEL
 from .context_store import ContextStore, context_hash
@@ -45,7 +49,6 @@ from .transport import (
     as_transport,
     receive_block,
     receive_header,
-    send_block,
     send_details,
     send_header,
 )
@@ -85,7 +88,7 @@ def _send_context(transport: Transport, engine: Engine, store: ContextStore, mod
         wanted = _tensor_keys(map(int, request["keys"]), map(int, request["inputs"]))
         with core.lock, resident(core, context._request) as entry:
             for layer, kind in wanted:
-                if layer not in entry.cached_hidden_layers if kind == "inputs" else layer in entry.missing_layers:
+                if layer not in entry.layers.hidden if kind == "inputs" else layer in entry.layers.missing:
                     raise InvalidRequestError(f"{kind} of layer {layer} are not cached")
             shapes = tensor_shapes(pool, len(entry.tokens))
             info = EntryInfo(
@@ -101,13 +104,21 @@ def _send_context(transport: Transport, engine: Engine, store: ContextStore, mod
     try:
         header, slots = Header([info], pool.keys[0].dtype), torch.tensor(entry.slots)
         send_header(transport, header)()
-        for index, block in enumerate(header.blocks):  # copied one by one: the first one leaves at once
-            tensors = [pool.tensors(block.layer)[kind][slots].cpu() for kind in block.kinds]
-            send_block(transport, header.seal(index, [as_bytes(tensor) for tensor in tensors]))()
+        for number, block in enumerate(header.blocks):  # copied one by one: the first one leaves at once
+            frame = header.seal_frame(number, partial(_gather, pool.tensors(block.layer), slots))
+            transport.send(torch.from_numpy(frame))()
     finally:
         with core.lock:
             core.cache_manager.release(entry, owner)
     return True
+
+
+def _gather(tensors: Mapping[str, Tensor], slots: Tensor, kind: str, target: Tensor) -> None:
+    """Copy slots of a tensor to host memory."""
+    if tensors[kind].device.type == "cpu":
+        torch.index_select(tensors[kind], 0, slots, out=target)
+    else:
+        target.copy_(tensors[kind][slots])
 
 
 def _tensor_keys(kv_layers: Iterable[int], hidden_layers: Iterable[int]) -> set[TensorKey]:
@@ -233,14 +244,16 @@ class RemoteSender:
                 whose selector chooses when the prefill is admitted.
             model: the receiver, one of the engine's models; None for the session's.
         """
-        check_choreographed(session.mode)
+        if session.mode != "choreographed":
+            raise InvalidRequestError(f"mode={session.mode!r} has no partial prefill: use mode='choreographed'")
         core, num_layers = self._engine.core, self._engine.model_info.layers
-        if session._core is not core:
+        if session.core is not core:
             raise WrongSessionError("session of another engine: use a session of the engine that the link was made for")
-        message = session._build_prefill(tokens, parents, offsets, new_offset, model)
-        core.cross_model_reuse.check_pair(message.model, self.name)
+        draft = session.build(Call("prefill", tokens, parents, offsets, new_offset, {"model": model}))
+        receiver, pairs = draft.request.model, self._engine.other_models
+        pairs.check_pair(receiver, self.name)
         if pattern is None:
-            pattern = core.cross_model_reuse.fixed_pattern(message.model, self.name, message._request)
+            pattern = pairs.fixed_pattern(receiver, self.name, draft.request)
         if pattern is not None:
             pattern, pool = parse_layer_pattern(pattern).check(num_layers), core.cache_manager.pool
             is_partial = len(pattern.layers) < num_layers
@@ -248,10 +261,11 @@ class RemoteSender:
                 pattern.layers <= pool.partial_layers and pattern.entry_layers <= pool.hidden.keys()
             ):
                 raise ConfigError(
-                    f"pattern {pattern}: call "
-                    f"engine.enable_layer_reuse({message.model!r}, {self.name!r}, pattern=...) first"
+                    f"pattern {pattern}: call engine.enable_layer_reuse({receiver!r}, {self.name!r}, pattern=...) first"
                 )
-        return session._variants.submit_remote(message, self.name, lambda c: _LinkedContext(self, c), pattern)
+        message = submit_remote(session, draft, self.name, lambda c: _LinkedContext(self, c), pattern)
+        assert isinstance(message, Message)
+        return message
 
     # -- the channel ----------------------------------------------------------------------------------------
 
@@ -278,12 +292,12 @@ class RemoteSender:
 
         def copy_block() -> None:
             header, block = next(self._incoming)
-            layer = header.blocks[block.number].layer
-            for kind, rows in zip(header.blocks[block.number].kinds, block.tensors, strict=True):
-                tensor = as_tensor(rows, pool.keys[0].dtype, shapes[layer, kind])
+            info = header.blocks[block.number]
+            for kind, rows in zip(info.kinds, block.tensors, strict=True):
+                tensor = header.as_tensor(info, kind, rows)
                 if shift and kind == "keys":
-                    tensor = _rotate(tensor, shift, specs[layer])
-                pool.tensors(layer)[kind][slots] = tensor.to(pool.keys[0].device)
+                    tensor = _rotate(tensor, shift, specs[info.layer])
+                pool.tensors(info.layer)[kind][slots] = tensor.to(pool.keys[0].device)
 
         def prepare() -> None:
             nonlocal shift
@@ -392,7 +406,7 @@ class _LinkedContext:
         entry = reserve(
             core,
             request,
-            lambda cached: not cached.missing_layers & kv_layers and hidden_layers <= cached.cached_hidden_layers,
+            lambda cached: not cached.layers.missing & kv_layers and hidden_layers <= cached.layers.hidden,
         )
         if entry is None:
             return "" if request.entry is not None else f"sender {link.name!r}: the cache has no capacity for its KV"
@@ -403,14 +417,7 @@ class _LinkedContext:
             if not isinstance(exc, ChannelError):
                 raise
             return f"sender {link.name!r}: {exc}"
-        start_remote_load(
-            core,
-            request,
-            entry,
-            ops,
-            link._executor,
-            cached_hidden_layers=hidden_layers,
-            missing_layers=pattern.layers,
-        )
+        layers = EntryLayers(hidden=hidden_layers, missing=pattern.layers)
+        start_remote_load(core, request, entry, ops, link._executor, layers)
         link._last_transfer = entry.transfer
         return ""

@@ -109,11 +109,6 @@ def receive_header(transport: Transport) -> Header:
         return read_header(lambda size: transport.receive(size).numpy(), "what the peer sent", _FIX, MAX_HEADER_BYTES)
 
 
-def send_block(transport: Transport, block: Block) -> Callable[[], None]:
-    """Start sending a block in one frame; the result waits until it is sent."""
-    return transport.send(torch.from_numpy(block.to_array()))
-
-
 def receive_block(transport: Transport, header: Header, index: int) -> Block:
     """Receive a block; raise ChannelError if it is not the one that was sent."""
     with _checked():

@@ -13,12 +13,14 @@ from pathlib import Path as File
 from typing import NamedTuple
 
 from ..api.engine import Engine
-from ..api.kv_export import KVSnapshot
-from ..api.message import Message, MessageSlice
+from ..api.message import Message
 from ..api.session import Session
 from ..errors import ConfigError, PromptError, WrongSessionError
+from ..messages.handle import MessageSlice
+from ..messages.kv_export import KVSnapshot
 from ..namespace import Client
 from ..outputs import BASE_MODEL
+from ..request.request import Purpose
 from ..sampling_params import SamplingParams
 from ..utils import close_after
 from . import storage
@@ -159,8 +161,8 @@ class PromptCache:
         core, entry = self.engine.core, message._request.entry
         with core.lock:
             if entry is not None and entry.content_hash is not None:
-                core.cache_manager.prefetcher.update(("union", entry.id), [entry.content_hash], MAX_LOADS)
-                core.cache_manager.prefetcher.run()
+                core.prefetcher.update(("union", entry.id), [entry.content_hash], MAX_LOADS)
+                core.prefetcher.run()
 
     def _run_keys(self) -> list[RunKey]:
         """Return the keys of all cached runs, outside of scaffolds."""
@@ -321,7 +323,7 @@ class PromptCache:
             }
             for key in imported.keys() - available:
                 imported[key]._request.usage = messages[key].usage
-                imported[key]._request.is_part_of_answer = True
+                imported[key]._request.purpose = Purpose.ANSWER_CONTEXT
         parents: list[Message | MessageSlice] = []
         offsets = [item.position for item in cached]
         for key, item in zip(keys, cached, strict=True):
@@ -330,7 +332,7 @@ class PromptCache:
             parents.append(imported[key] if is_whole else imported[key][item.token_start : end])
         for text in new:
             message = session.prefill(list(text.tokens), tuple(parents), tuple(offsets), text.start)
-            message._request.is_part_of_answer = True
+            message._request.purpose = Purpose.ANSWER_CONTEXT
             parents.append(_release_on_exit(stack, message))
             offsets.append(text.start)
         return parents, offsets, header, start

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ..api.kv_export import KVSnapshot, seal_blocks, to_snapshots
 from ..errors import CacheFileError, ConfigError
 from ..kv_cache.container import ContainerFile, Header
+from ..messages.kv_export import KVSnapshot, seal_blocks, to_snapshots
 from ..utils import atomic_write
 
 FIX = "remove it and save the cache again"
@@ -75,4 +75,4 @@ def load(
                 raise header.error(
                     f"holds {entry.name} in another shape than {shape} in {num_layers} layers, or {dtype}"
                 )
-        return to_snapshots(header, map(container.read, range(len(header.blocks))))
+        return to_snapshots(header, container.read_all())

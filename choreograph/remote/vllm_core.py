@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..context.feature import FeatureSet
 from ..errors import ChoreographError, ConfigError, MessageReleasedError, RequestFailedError, SessionClosedError
 from ..events import EventBus
 from ..namespace import Client
@@ -47,8 +48,11 @@ class VllmCore:
 
     num_steps = 0  # the server counts them
 
-    def __init__(self, client: VllmClient, hf_model: Any, model_set: Any, base_model: str) -> None:
+    def __init__(
+        self, client: VllmClient, hf_model: Any, model_set: Any, base_model: str, features: FeatureSet
+    ) -> None:
         self._client, self.hf_model, self.model_set, self._base_model = client, hf_model, model_set, base_model
+        self.features = features
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._num_changes = self._num_seen_changes = 0
@@ -59,6 +63,7 @@ class VllmCore:
         self._active: set[Request] = set()  # submitted and unfinished
         self._released: defaultdict[tuple[str | None, str], list[str]] = defaultdict(list)  # entries, by namespace
         self._computes_holes: bool | None = None  # None: the server was not asked yet
+        features.attach(self)
 
     @property
     def cache_manager(self) -> Any:
@@ -212,7 +217,7 @@ class VllmCore:
     def _finish(self, request: Request, reason: FinishReason, usage: Usage) -> None:
         with self.lock:
             if not request.is_finished:
-                request.finish_time, request.finish_reason, request.usage = time.perf_counter(), reason, usage
+                request.times.finished, request.finish_reason, request.usage = time.perf_counter(), reason, usage
                 request.state = RequestState.DONE
                 self._notify()
 
@@ -230,7 +235,7 @@ class VllmCore:
                     if not parent.tokens_final:
                         await self._wait_for(parent)
                 request.resolve_dependencies()
-                request.state, request.start_time = RequestState.RUNNING, time.perf_counter()
+                request.state, request.times.started = RequestState.RUNNING, time.perf_counter()
                 state = request.decode_state
                 is_forced = state is not None and state.forced_tokens is not None
                 await (self._prefill if state is None else self._force if is_forced else self._decode)(request)
@@ -283,7 +288,7 @@ class VllmCore:
                 for index, token in enumerate(part.token_ids):
                     if reason is None:
                         state.next_logprob = part.logprobs[index] if part.logprobs else None
-                        request.first_token_time = request.first_token_time or time.perf_counter()
+                        request.times.first_token = request.times.first_token or time.perf_counter()
                         reason = state.append(token)
                 if reason is None and part.finish_reason is not None:
                     state.flush_text()
@@ -300,7 +305,7 @@ class VllmCore:
         if reason is None:
             raise RequestFailedError(f"message {request.id}: the vLLM server ended the stream too early")
         with self.lock:
-            request.join_footer()
+            state.join_footer()
             num_tokens = len(request.tokens) + len(request.footer)
             if request.mode == "choreographed":
                 stored.num_partial = min(len(request.prompt) + len(state.tokens) - 1, num_tokens)
@@ -318,7 +323,7 @@ class VllmCore:
         tokens, num_logprobs = [*request.prompt, *state.forced_tokens], state.sampling.logprobs
         with self.lock:
             reasons = [state.append(token) for token in state.forced_tokens]
-            request.join_footer()
+            state.join_footer()
         if request.mode == "choreographed":
             plan, reply = await self._store_all(request, is_last=False)
         else:
@@ -332,7 +337,7 @@ class VllmCore:
 
             parts = await asyncio.gather(*map(score, range(num_header, len(tokens))))
             state.logprobs = [item for part in parts for item in part.logprobs]
-        request.first_token_time = time.perf_counter()
+        request.times.first_token = time.perf_counter()
         self._finish(request, reasons[-1] or "forced", usage_of(request, plan, reply.cached_tokens))
         with self.lock:
             self._complete(request)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..context.placement import check_positions, parent_lengths, resolve_offsets
 from ..errors import RequestTooLargeError
+from ..features.repair.planner import repair_of
 from ..outputs import Usage
 from ..request.request import Request
 
@@ -129,7 +130,8 @@ def plan_context(request: Request, entries: Mapping[Request, MessageEntries], ma
             f"message {request.id}: {len(tokens) + len(request.prompt)} tokens of context and message, with one "
             f"more to generate, exceed vLLM's --max-model-len {max_positions}: raise it, or read less"
         )
-    is_choreographed, share = request.mode == "choreographed", request.repair.share if request.repair else 0.0
+    repair = repair_of(request)
+    is_choreographed, share = request.mode == "choreographed", 0.0 if repair is None else repair.share
     is_free = is_choreographed and not share  # a repaired context is that of prefix mode
     offsets, new_offset = (request.offsets, request.new_offset) if is_free else ((None,) * len(lengths), None)
     request.parent_positions, request.position = resolve_offsets(lengths, offsets, new_offset)

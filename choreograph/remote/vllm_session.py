@@ -10,18 +10,21 @@ differs: each is one request to `/v1/completions`, which names its parents as sp
 """
 
 import asyncio
-from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, Unpack
 
+from ..api.call import FeatureOptions
 from ..api.chat import ChatTemplate
 from ..api.message import Message
 from ..api.session import Session
 from ..config import as_int
+from ..context.feature import ContextFeature, FeatureSet, RequestDraft
 from ..errors import ChoreographError, ConfigError
-from ..features.guard import OnLeak
-from ..features.repair.strategy import Repair
+from ..features.agent_tags import AgentTags
+from ..features.guard import Guard
+from ..features.other_models import OtherModels, kv_reuse_of
+from ..features.repair.planner import ContextRepair, repair_of
 from ..models.loader import Vocabulary, load_vocabulary
 from ..namespace import Client
 from ..outputs import BASE_MODEL, MODES, Mode
@@ -73,7 +76,8 @@ class VllmEngine:
         hf_model = SimpleNamespace(
             tokenizer=self.tokenizer, model_info=self.model_info, eos_token_ids=self._vocabulary.eos_token_ids
         )
-        self.core = VllmCore(self._client, hf_model, ServedModels(self.models), base["id"])
+        features = FeatureSet((AgentTags(), Guard(), OtherModels(), ContextRepair(), VllmLimits()))
+        self.core = VllmCore(self._client, hf_model, ServedModels(self.models), base["id"], features)
 
     def session(
         self,
@@ -82,10 +86,7 @@ class VllmEngine:
         seed: int | None = None,
         client_id: str | Client = "default",
         model: str = BASE_MODEL,
-        repair: float | Repair | None = None,
-        labels: Iterable[str] | None = None,
-        clearance: Iterable[str] | None = None,
-        on_leak: OnLeak | None = None,
+        **options: Unpack[FeatureOptions],
     ) -> "VllmSession":
         """Open a session, as `Engine.session`.
 
@@ -93,7 +94,7 @@ class VllmEngine:
             mode: "choreographed", or "prefix": plain requests, which reuse what vLLM's prefix cache has.
             client_id: sent as `cache_salt`, unless it is "default".
             model: "base" or a LoRA adapter that the server has loaded.
-            repair: share of every reused parent, its first tokens, that requests compute again.
+            options: defaults of calls; a repair computes the first tokens of every reused parent again.
         """
         if mode not in MODES or mode == "naive":
             raise ConfigError(f"mode={mode!r}: on vLLM use 'choreographed' or 'prefix'")
@@ -109,8 +110,7 @@ class VllmEngine:
             seed=number,
             client_id=client_id,
             model=model,
-            repair=repair,
-            guard=(labels, clearance, on_leak),
+            options=options,
         )
         session.engine = self  # type: ignore[assignment]
         return session
@@ -162,12 +162,34 @@ class VllmMessage(Message):
     export_kv, explain, pin, unpin = map(_needs_engine, ("export_kv", "explain", "pin", "unpin"))
     constrain, on_logprobs = map(_needs_engine, ("constrain", "on_logprobs"))
 
-    def wait_encoded(self) -> "Message":
+    def wait_encoded(self) -> Self:
         """Wait for the message; its last tokens are computed for readers."""
         return self.result()
 
-    async def _await_result(self) -> "Message":
+    async def _await_result(self) -> Self:
         return await asyncio.to_thread(self.result)
+
+
+class VllmLimits(ContextFeature):
+    """Refuses options that vLLM cannot serve."""
+
+    def prepare(self, draft: RequestDraft) -> None:
+        """Check a call.
+
+        Raises:
+            ConfigError: if it needs an engine of this process.
+        """
+        kv_reuse, repair, state = kv_reuse_of(draft.request), repair_of(draft.request), draft.request.decode_state
+        if kv_reuse != "recompute":
+            raise ConfigError(
+                f"kv_reuse={kv_reuse!r}: vLLM reuses KV of the same model alone: use 'recompute', or an Engine"
+            )
+        if repair is not None and repair.strategy != "first":
+            raise ConfigError(
+                f"repair strategy={repair.strategy!r}: vLLM has 'first': use a share from 0 to 1, or an Engine"
+            )
+        if state is not None and state.sampling.prompt_logprobs is not None:
+            raise ConfigError("prompt_logprobs: vLLM turns its connector off for them: use an Engine, or logprobs")
 
 
 class VllmSession(Session):
@@ -176,25 +198,10 @@ class VllmSession(Session):
     message_type = VllmMessage
     import_message, import_kv, partial_prefill = map(_needs_engine, ("import_message", "import_kv", "partial_prefill"))
 
-    def _build_request(self, *args: Any, **kwargs: Any) -> Message:
-        message = super()._build_request(*args, **kwargs)
-        request, state = message._request, message._request.decode_state
-        if message.kv_reuse != "recompute":
-            raise ConfigError(
-                f"kv_reuse={message.kv_reuse!r}: vLLM reuses KV of the same model alone: use 'recompute', or an Engine"
-            )
-        if request.repair is not None and request.repair.strategy != "first":
-            raise ConfigError(
-                f"repair strategy={request.repair.strategy!r}: vLLM has 'first': use a share from 0 to 1, or an Engine"
-            )
-        if state is not None and state.sampling.prompt_logprobs is not None:
-            raise ConfigError("prompt_logprobs: vLLM turns its connector off for them: use an Engine, or logprobs")
-        return message
-
     def close(self) -> None:
         """Release every message; tell the server. Final values stay readable."""
         self.closed = True
         errors = call_all([*self.on_close, *(message._release_quietly for message in reversed(self.messages))])
-        errors += call_all([partial(self._core.end_session, self.id)])  # type: ignore[attr-defined]
+        errors += call_all([partial(self.core.end_session, self.id)])  # type: ignore[attr-defined]
         for exc in errors:
             raise exc

@@ -1,156 +1,18 @@
-"""Requests, and the sampling state and output of decodes."""
+"""Requests: what a call asks for, and how far it is."""
 
-import sys
 import time
-from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, TypeVar
 
-import torch
-from jaxtyping import Bool
-
+from ..attention.backend import AttentionHook
 from ..errors import ChoreographError, RequestFailedError
-from ..execution.prompt_scoring import PromptScorer
-from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.entry import KVEntry, KVSlice, entries_of
 from ..namespace import Namespace
-from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
-from ..sampling_params import SamplingParams
-from ..stop_strings import ROOT
-from .detokenizer import Detokenizer
-from .penalties import Penalties
+from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, Usage
+from .decode_state import DecodeState
 
-if TYPE_CHECKING:
-    from ..attention.backend import QueryObserver
-    from ..features.cross_model import RemoteContext
-    from ..features.repair.strategy import Repair
-
-UNIFORM_BATCH = 16  # random numbers drawn at once
-
-
-class TokenMask(Protocol):
-    """Restriction of the next token of one decode, for structured outputs."""
-
-    def allowed(self) -> Bool[torch.Tensor, " V"]:
-        """Return the tokens that may come next, on the host."""
-
-    def advance(self, token: int) -> None:
-        """Append a token; may start computing the next mask meanwhile."""
-
-
-@dataclass
-class DecodeState:
-    """Sampling state and generated output of one decode."""
-
-    sampling: SamplingParams
-    # header tokens; context tokens before them if the repetition penalty needs them
-    prompt: list[int]
-    stop_tokens: frozenset[int]  # token ids that end the message
-    generator: torch.Generator
-    forced_tokens: list[int] | None = None  # taken in order instead of sampling
-    is_chat_turn: bool = False  # the footer is the template's: it replaces a generated stop token
-    max_new_tokens: int = 0  # tokens
-    is_unlimited: bool = False  # the message may use the whole cache (`max_tokens=None`)
-    detokenizer: Detokenizer | None = None
-    prompt_scorer: PromptScorer | None = None  # of `SamplingParams.prompt_logprobs`
-    tokens: list[int] = field(default_factory=list)  # generated so far, the stop token included
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    text: str = ""  # generated text, truncated at a stop string
-    next_logprob: TokenLogprob | None = None  # of the token about to be appended
-    # receives float32 (V,) for every token
-    on_logprobs: Callable[[torch.Tensor], None] | None = None
-    pending_logprobs: torch.Tensor | None = None  # (V,) float32, not delivered yet
-    token_mask: TokenMask | None = None  # tokens that may be sampled next; None: all
-    penalties: Penalties = field(default_factory=Penalties)
-    num_drafted: int = 0  # last ones of `tokens`, which may be rejected
-    stop_state: int = ROOT  # of the stop strings' automaton, after the text
-    num_stable_chars: int = 0  # of the text, without stop strings: no later text changes them
-    needs_host_sampling: bool = False  # the last token could not be sampled on the device
-    _uniforms: list[float] = field(default_factory=list)  # drawn but unused, the next one last
-
-    def __post_init__(self) -> None:
-        self.is_unlimited = self.sampling.max_tokens is None and self.forced_tokens is None
-        limit = sys.maxsize if self.sampling.max_tokens is None else self.sampling.max_tokens
-        self.max_new_tokens = len(self.forced_tokens) if self.forced_tokens is not None else limit
-
-    def release_sampling(self) -> None:
-        """Drop what only the sampling of further tokens needs."""
-        self.prompt, self.penalties = [], Penalties()
-
-    @property
-    def stop_allowed(self) -> bool:
-        """True if the message may end with the next token (`min_tokens`)."""
-        return len(self.tokens) >= self.sampling.min_tokens
-
-    def next_uniform(self) -> float:
-        """Return the uniform number in [0, 1) for the next token.
-
-        Idempotent: `append` consumes the number, so a step can be retried.
-        """
-        if not self._uniforms:  # drawn in a batch: the same sequence as one by one
-            self._uniforms = torch.rand(UNIFORM_BATCH, generator=self.generator, dtype=torch.float64).tolist()[::-1]
-        return self._uniforms[-1]
-
-    def after(self, tokens: list[int]) -> "DecodeState":
-        """Return a state to sample the token after `tokens` from."""
-        while len(self._uniforms) <= len(tokens) and not self.sampling.greedy:  # the same sequence as one by one
-            drawn = torch.rand(UNIFORM_BATCH, generator=self.generator, dtype=torch.float64)
-            self._uniforms = drawn.tolist()[::-1] + self._uniforms
-        state = copy(self)
-        state.num_drafted = len(tokens)
-        state.tokens, state._uniforms = self.tokens + tokens, self._uniforms[: -len(tokens)]
-        return state
-
-    def append(self, token: int) -> FinishReason | None:
-        """Append the next token.
-
-        Returns the finish reason if it ends the message, else None.
-        """
-        stop_allowed = self.stop_allowed
-        self.tokens.append(token)
-        if self.token_mask is not None:
-            self.token_mask.advance(token)
-        if self.next_logprob is not None:
-            self.logprobs.append(self.next_logprob)
-        self.next_logprob = self.pending_logprobs = None
-        del self._uniforms[-1:]
-        is_last = len(self.tokens) >= self.max_new_tokens
-        stop = token in self.stop_tokens and (is_last if self.forced_tokens is not None else stop_allowed)
-        piece = self.detokenizer.step(token) if self.detokenizer is not None and not stop else ""
-        has_stop_string = self._append_text(piece, stop_allowed and (is_last or self.forced_tokens is None))
-        if not (stop or has_stop_string or is_last):
-            return None
-        if not has_stop_string:
-            self.flush_text()
-        if stop or (has_stop_string and self.forced_tokens is None):
-            return "stop"
-        return "length" if self.forced_tokens is None else "forced"
-
-    def flush_text(self) -> None:
-        """Append text that waited for the rest of a character."""
-        if self.detokenizer is not None:
-            self.text += self.detokenizer.flush()
-
-    def _append_text(self, piece: str, can_stop: bool) -> bool:
-        """Append text up to a stop string; return whether one ends it.
-
-        Only a stop string that ends in the piece counts: `min_tokens` excluded earlier ones.
-        """
-        automaton, text = self.sampling.stop_automaton, self.text + piece
-        end: int | None = None
-        if automaton is not None:
-            self.stop_state, start = automaton.read(self.stop_state, piece)
-            end = len(self.text) + start if can_stop and start is not None else None
-        self.text = text[:end]  # assigned once: other threads must not read text that a stop string removes
-        if automaton is not None and end is None:
-            self.num_stable_chars = len(text) - automaton.num_held(self.stop_state)
-        return end is not None
-
-    @property
-    def stable_text(self) -> str:
-        """Text that no stop string can truncate anymore."""
-        return self.text[: self.num_stable_chars] if self.sampling.stop else self.text
+Extension = TypeVar("Extension")
 
 
 class RequestState(Enum):
@@ -164,6 +26,56 @@ class RequestState(Enum):
     CANCELLED = "cancelled"  # released before all tokens were final
 
 
+class Purpose(Enum):
+    """Why a request exists."""
+
+    CALL = "call"  # a call of a session
+    ANSWER_CONTEXT = "answer context"  # a call too: the answer that it is encoded for pays for its tokens
+    CONTEXT = "context"  # internal: a part of another request's context, which it replaces and which pays for it
+    RECOMPUTE = "recompute"  # internal: computes a discarded entry again
+
+
+@dataclass
+class Reencoding:
+    """Tokens of another request, often of another model, that are prefilled again."""
+
+    source: "Request"
+    keeps_positions: bool = True  # of `source`: own and those of the parents
+    layers: frozenset[int] | None = None  # computed, from the hidden states of `source`; None: all
+    needs_entry: bool = False  # the request waits until `source` has an entry
+
+
+@dataclass
+class RequestTimes:
+    """Times of `time.perf_counter()`, in seconds."""
+
+    submitted: float = field(default_factory=time.perf_counter)
+    ready: float = 0.0  # the tokens of all parents are final
+    started: float | None = None  # first step
+    first_token: float | None = None
+    finished: float | None = None
+
+    @property
+    def timing(self) -> Timing:
+        """Queue time, TTFT and end-to-end time in seconds."""
+        start = max(self.submitted, self.ready)
+        return Timing(
+            queue_time=None if self.started is None else max(0.0, self.started - start),
+            ttft=None if self.first_token is None else self.first_token - start,
+            e2e=None if self.finished is None else max(0.0, self.finished - start),
+        )
+
+
+@dataclass
+class SchedulingState:
+    """What the scheduler remembers of a request between steps."""
+
+    last_step: int = 0  # that computed tokens of it
+    num_skipped_steps: int = 0  # in which its prompt was deferred
+    num_passed_over: int = 0  # later requests admitted while this one waited for capacity
+    skips_prefix: bool = False  # prefix mode: compute the whole prompt, for lack of memory next to cached entries
+
+
 @dataclass(eq=False)
 class Request:
     """One prefill or decode."""
@@ -174,82 +86,104 @@ class Request:
     namespace: Namespace  # separates the cache by model, client and labels
     prompt: list[int]  # tokens of a prefill, or the header of a decode
     parents: tuple["Request", ...]
-    offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
-    new_offset: int | None  # position of the first own token; None: after the last parent
     # [start, end) of the visible tokens of each parent; None: all
     parent_slices: tuple[tuple[int, int] | None, ...]
+    offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
+    new_offset: int | None  # position of the first own token; None: after the last parent
     decode_state: DecodeState | None = None  # None for a prefill
-    source: "Request | None" = None  # request, often of another model, whose tokens this one prefills again
-    keeps_positions: bool = True  # at the positions of `source`
-    # partial prefill: only these layers, from the hidden states of `source`; None: all
-    computed_layers: frozenset[int] | None = None
-    # sender whose pair with `model` has a selector: it sets `computed_layers` when the request is admitted
-    selects_from: str | None = None
-    remote: "RemoteContext | None" = None  # of a `source` in another process: loads its KV
-    footer: list[int] = field(default_factory=list)  # tokens appended after the generated ones
+    reencoding: Reencoding | None = None  # None: `prompt` has the tokens
+    model: str = BASE_MODEL  # model or adapter that computes it
+    weights_group: str = BASE_MODEL  # requests of one group share a batch; adapters are in their base's
+    priority: int = 0  # the lowest number is served first
+    sequence: int = 0  # ascends in order of submission, which ids may not
+    purpose: Purpose = Purpose.CALL
+    # called after each layer with that of the rows that are computed; its KV is shared with no request
+    hook: AttentionHook | None = None
     state: RequestState = RequestState.WAITING
     position: int | None = None  # set once the lengths of all parents are final
-    parent_positions: tuple[int, ...] = ()  # likewise
+    parent_positions: tuple[int, ...] = ()  # likewise; of the parents that the call has named
     entry: KVEntry = None  # type: ignore[assignment]  # set when the request is admitted
     context: tuple[KVSlice, ...] = ()  # slices this request attends to
-    shared_header: KVSlice | None = None  # slice read for the first tokens until they are copied
     error: ChoreographError | None = None
     finish_reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
-    drops_stop: bool = False  # the last generated token is not part of the message: the footer ends it
     num_waiting_dependents: int = 0  # waiting requests that keep this one from being released
     released: bool = False
     cancel_when_computed: bool = False
-    priority: int = 0  # the lowest number is served first
-    sequence: int = 0  # ascends in order of submission, which ids may not
-    num_passed_over: int = 0  # later requests admitted while this one waited for capacity
-    skips_prefix: bool = False  # prefix mode: compute the whole prompt, for lack of memory next to cached entries
-    model: str = BASE_MODEL  # model or adapter that computes it
-    weights_group: str = BASE_MODEL  # requests of one group share a batch; adapters are in their base's
-    is_part_of_answer: bool = False  # encoded by the call that returns the answer, for whose usage it is not cached
-    agent_key: object = None  # agent the KV entry belongs to, for eviction hints
-    is_recompute: bool = False  # internal: recomputes a discarded entry
-    scoring: "Request | None" = None  # internal: computes the prompt to score the context, before `repair` is planned
-    repair: "Repair | None" = None  # share of the context to recompute; None once that is planned
-    is_repair: bool = False  # internal: recomputes a part of another request's context
-    # internal: called after each layer with that of the rows that are computed; its KV is shared with no request
-    observer: "QueryObserver | None" = None
-    text_labels: frozenset[str] = frozenset()  # of the tokens
-    labels: frozenset[str] = frozenset()  # of the keys and values: `text_labels` and those of everything it attends to
-    # request and first token whose text this one repeats: of a repair or of an imported message
-    origin: "tuple[Request, int] | None" = None
-    repaired_positions: tuple[int, ...] = ()  # `parent_positions` of a request whose parents were replaced
-    # seconds of time.perf_counter(), as the times below
-    submit_time: float = field(default_factory=time.perf_counter)
-    ready_time: float = 0.0
-    last_scheduled_step: int = 0
-    num_skipped_steps: int = 0
-    start_time: float | None = None
-    first_token_time: float | None = None
-    finish_time: float | None = None
+    scheduling: SchedulingState = field(default_factory=SchedulingState)
+    times: RequestTimes = field(default_factory=RequestTimes)
+    extensions: dict[type, Any] = field(default_factory=dict)  # state of features, by its type
 
     @classmethod
     def for_recompute(cls, id: int, entry: KVEntry, weights_group: str) -> "Request":
         """Create a prefill that recomputes an existing entry in its own pages."""
-        request = cls(id, 0, "choreographed", Namespace(), list(entry.tokens), (), (), None, ())
-        request.is_recompute, request.state, request.num_skipped_steps = True, RequestState.RUNNING, 1 << 30
-        request.model, request.weights_group, request.computed_layers = (
-            entry.model,
-            weights_group,
-            entry.computed_layers,
+        request = cls(id, 0, "choreographed", Namespace(), list(entry.tokens), (), (), (), None)
+        request.purpose, request.state, request.scheduling.num_skipped_steps = (
+            Purpose.RECOMPUTE,
+            RequestState.RUNNING,
+            1 << 30,
         )
+        request.model, request.weights_group = entry.model, weights_group
         request.entry, request.context, request.position = entry, entry.context, entry.base_position
         return request
+
+    def for_context(
+        self,
+        id: int,
+        tokens: list[int],
+        parents: tuple["Request", ...],
+        parent_slices: tuple[tuple[int, int] | None, ...],
+    ) -> "Request":
+        """Create a prefill of tokens that this request will attend to.
+
+        The parents follow each other without gaps. It is kept for its readers only.
+        """
+        return Request(
+            id=id,
+            session_id=self.session_id,
+            mode="choreographed",
+            namespace=self.namespace,
+            prompt=tokens,
+            parents=parents,
+            parent_slices=parent_slices,
+            offsets=(None,) * len(parents),
+            new_offset=None,
+            model=self.model,
+            weights_group=self.weights_group,
+            purpose=Purpose.CONTEXT,
+            priority=self.priority,
+            sequence=self.sequence,
+            times=RequestTimes(self.times.submitted),
+            released=True,
+        )
+
+    def extension(self, kind: type[Extension]) -> Extension | None:
+        """Return the state of a feature, if the request has one."""
+        return self.extensions.get(kind)
+
+    def extend(self, state: object) -> None:
+        """Set the state of a feature."""
+        self.extensions[type(state)] = state
 
     @property
     def is_decode(self) -> bool:
         return self.decode_state is not None
 
     @property
+    def layers(self) -> frozenset[int] | None:
+        """Layers that are computed; None for all."""
+        return None if self.reencoding is None else self.reencoding.layers
+
+    @property
+    def footer(self) -> list[int]:
+        """Tokens appended after the generated ones."""
+        return [] if self.decode_state is None else self.decode_state.footer
+
+    @property
     def computes_all_rows(self) -> bool:
         """True if no own token may be copied: its row is used."""
         is_scored = self.decode_state is not None and self.decode_state.prompt_scorer is not None
-        return is_scored or self.observer is not None
+        return is_scored or self.hook is not None
 
     @property
     def is_text_only(self) -> bool:
@@ -266,14 +200,14 @@ class Request:
         """
         if self.decode_state is None:
             return num_prompt_tokens, num_prompt_tokens
-        num_own, is_unlimited = num_prompt_tokens + len(self.footer), self.decode_state.is_unlimited
+        num_own, is_unlimited = num_prompt_tokens + len(self.decode_state.footer), self.decode_state.is_unlimited
         max_tokens = num_own + max(1, min(self.decode_state.max_new_tokens, max_positions - num_own))
         return num_own + 1 if is_unlimited else max_tokens, max_tokens
 
     @property
     def order(self) -> tuple[int, int, bool, int]:
-        """Sort key; prefills of a repair come before its request."""
-        return self.priority, self.sequence, not self.is_repair, self.id
+        """Sort key; prefills of a request's context come before it."""
+        return self.priority, self.sequence, self.purpose is not Purpose.CONTEXT, self.id
 
     @property
     def num_generated(self) -> int:
@@ -294,18 +228,18 @@ class Request:
     def source_chain(self) -> "tuple[Request, ...]":
         """Requests that own the KV entries of this message.
 
-        A partial prefill owns the computed layers, its `source` the others.
+        A partial prefill owns the computed layers, its source the others.
         """
-        if self.computed_layers is None or self.source is None:
+        if self.reencoding is None or self.reencoding.layers is None:
             return (self,)
-        return (self, *self.source.source_chain)
+        return (self, *self.reencoding.source.source_chain)
 
     @property
     def tokens_final(self) -> bool:
         """True if every token is known, even before its KV is computed."""
         if not self.is_decode:
             is_valid = self.state not in (RequestState.FAILED, RequestState.CANCELLED)
-            return is_valid and (self.source is None or self.source.tokens_final)
+            return is_valid and (self.reencoding is None or self.reencoding.source.tokens_final)
         return self.state in (RequestState.TOKENS_FINAL, RequestState.DONE)
 
     @property
@@ -322,29 +256,18 @@ class Request:
     @property
     def tokens(self) -> list[int]:
         """Tokens of a prefill; header, generated and footer of a decode."""
-        if self.decode_state is None:
-            return self.prompt if self.source is None else self.source.tokens
-        generated = self.decode_state.tokens[:-1] if self.drops_stop else self.decode_state.tokens
-        return self.prompt + generated + (self.footer if self.tokens_final else [])
-
-    def join_footer(self) -> None:
-        """Remove a stop token that the footer starts with or replaces.
-
-        The footer of a chat turn replaces any stop token: the turn ends as its template writes it.
-        """
-        assert self.decode_state is not None
-        last = self.decode_state.tokens[-1] if self.decode_state.tokens else None
-        if last not in self.decode_state.stop_tokens:
-            return
-        if self.footer and self.footer[0] == last:
-            self.footer = self.footer[1:]
-        else:
-            self.drops_stop = self.decode_state.is_chat_turn
+        state = self.decode_state
+        if state is None:
+            return self.prompt if self.reencoding is None else self.reencoding.source.tokens
+        generated = state.tokens[:-1] if state.drops_stop else state.tokens
+        return self.prompt + generated + (state.footer if self.tokens_final else [])
 
     def count_own_context(self) -> int:
         """Count the context tokens that were encoded for this answer."""
+        if not any(map(_is_paid_by_answer, self.parents)):
+            return 0
         parents = zip(self.parents, self.parent_tokens(), strict=True)
-        return sum(len(ids) for parent, ids in parents if parent.is_part_of_answer and parent.usage.computed_tokens)
+        return sum(len(ids) for parent, ids in parents if _is_paid_by_answer(parent))
 
     def start_generation(self, max_positions: int) -> None:
         """Complete the sampling state of a decode whose parents are final.
@@ -358,26 +281,31 @@ class Request:
         if decode_state.sampling.repetition_penalty != 1.0:
             decode_state.prompt = [t for tokens in self.parent_tokens() for t in tokens] + self.prompt
         if decode_state.forced_tokens is None:
-            max_generated = max_positions - len(self.footer)
+            max_generated = max_positions - len(decode_state.footer)
             decode_state.max_new_tokens = min(decode_state.max_new_tokens, max(1, max_generated))
 
     def admission_usage(self, num_context_tokens: int) -> Usage:
         """Return the usage of a request that has been admitted.
 
-        A repair is paid for by the first request that reads it.
+        A prefill of its context is paid for by the first request that reads it.
         """
-        repairs = [] if self.is_repair else [parent for parent in self.parents if parent.is_repair]
-        num_repaired = sum(repair.usage.computed_tokens for repair in repairs)
+        prefills = [] if self.purpose is Purpose.CONTEXT else [p for p in self.parents if p.purpose is Purpose.CONTEXT]
+        num_replaced = sum(prefill.usage.computed_tokens for prefill in prefills)
         return Usage(
-            cached_tokens=num_context_tokens - num_repaired,
-            computed_tokens=len(self.entry.tokens) + num_repaired,
-            repaired_tokens=num_repaired,
+            cached_tokens=num_context_tokens - num_replaced,
+            computed_tokens=len(self.entry.tokens) + num_replaced,
+            repaired_tokens=num_replaced,
         )
 
     def parent_tokens(self) -> list[list[int]]:
         """Return the visible tokens of each parent; all must be final."""
         pairs = zip(self.parents, self.parent_slices, strict=True)
         return [p.tokens if token_range is None else p.tokens[slice(*token_range)] for p, token_range in pairs]
+
+    @property
+    def read_entries(self) -> list[KVEntry]:
+        """KV entries that must be on the device while it runs."""
+        return entries_of(self.context, None if self.entry is None else self.entry.layers.hidden_source)
 
     @property
     def message_owner(self) -> tuple[str, int]:
@@ -392,19 +320,20 @@ class Request:
         """Requests whose tokens must be final before this one is admitted."""
         result = self.parents
         for request in (*self.parents, self):
-            if request.source is not None:
-                result += (request.source,)
+            if request.reencoding is not None:
+                result += (request.reencoding.source,)
         return result
 
     @property
     def dependencies_ready(self) -> bool:
         """True if all tokens the request depends on are final."""
-        source = self.source
-        if source is not None:
-            if not source.tokens_final:
+        copy = self.reencoding
+        if copy is not None:
+            if not copy.source.tokens_final:
                 return False
-            reads_entry = self.computed_layers is not None or self.selects_from is not None
-            if source.remote is None and (source.position is None or (reads_entry and source.entry is None)):
+            if copy.keeps_positions and copy.source.position is None:
+                return False
+            if copy.needs_entry and copy.source.entry is None:
                 return False  # it waits for capacity
         needs_entries = self.mode == "choreographed"
         return all(
@@ -413,34 +342,34 @@ class Request:
         )
 
     def resolve_dependencies(self) -> None:
-        """Copy tokens and placement from `source` and set `ready_time`.
+        """Copy tokens and placement of what it re-encodes, and set `times.ready`.
 
-        Called when all dependencies are final. `ready_time` is the start of TTFT: the maximum of
+        Called when all dependencies are final. `times.ready` is the start of TTFT: the maximum of
         the submit time and the finish times of decoded ancestors. Prefills after those count as
         work of this request.
         """
-        if self.source is not None and self.source.remote is None:
-            self.prompt = self.source.tokens
-            if self.keeps_positions:
-                self.offsets, self.new_offset = self.source.parent_positions, self.source.position
-        finish_times = [p.finish_time if p.is_decode else p.ready_time for p in self.dependencies]
-        # a repair replaces parents: what was known of the earlier ones stays
-        self.ready_time = max([self.submit_time, self.ready_time, *(t for t in finish_times if t is not None)])
+        copy = self.reencoding
+        if copy is not None:
+            self.prompt = copy.source.tokens
+            if copy.keeps_positions:
+                self.offsets, self.new_offset = copy.source.parent_positions, copy.source.position
+        finish_times = [p.times.finished if p.is_decode else p.times.ready for p in self.dependencies]
+        # where parents were replaced, what was known of the earlier ones stays
+        self.times.ready = max([self.times.submitted, self.times.ready, *(t for t in finish_times if t is not None)])
 
     @property
     def timing(self) -> Timing:
         """Queue time, TTFT and end-to-end time in seconds."""
-        start = max(self.submit_time, self.ready_time)
-        return Timing(
-            queue_time=None if self.start_time is None else max(0.0, self.start_time - start),
-            ttft=None if self.first_token_time is None else self.first_token_time - start,
-            e2e=None if self.finish_time is None else max(0.0, self.finish_time - start),
-        )
+        return self.times.timing
+
+
+def _is_paid_by_answer(request: Request) -> bool:
+    return request.purpose is Purpose.ANSWER_CONTEXT and request.usage.computed_tokens > 0
 
 
 def has_inputs(request: Request) -> bool:
     """True unless a partial prefill's hidden states are still being loaded."""
-    source = request.entry.source_entry
+    source = request.entry.layers.hidden_source
     return source is None or source.transfer is None or source.transfer.has_inputs
 
 

@@ -16,10 +16,10 @@ from pydantic import BaseModel, JsonValue
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import __version__
 from ..api.engine import Engine
 from ..api.validation import check_tokens
 from ..errors import ChoreographError
+from ..version import __version__
 from .api_errors import ApiError, to_api_error
 from .limits import RequestSlots
 from .openai import text_completions

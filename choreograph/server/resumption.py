@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from ..request.request import TokenMask
+from ..request.decode_state import TokenMask
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from fastapi import Request
 from ..api.message import Message
 from ..errors import RequestFailedError
 from ..outputs import TokenLogprob
-from ..request.request import TokenMask
+from ..request.decode_state import TokenMask
 from ..sampling_params import SamplingParams
 from ..utils import call_all
 from .api_errors import ApiError

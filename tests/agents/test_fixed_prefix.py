@@ -2,6 +2,7 @@
 
 import pytest
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
 from choreograph.agents import StepGraph, Workflow
@@ -69,7 +70,7 @@ def test_prefix_mode_loads_fixed_parts_ahead():
 
 def test_nodes_of_the_prefix_tree_have_the_minimum_of_the_agents_below_them():
     engine = tiny_models.engine(tokens=160, eviction="workflow")
-    manager = engine.core.cache_manager
+    manager = inspect(engine).cache_manager
     with engine.session(mode="prefix", seed=0) as s:
         team = Workflow(s, CYCLE)
         for index, name in enumerate(NAMES):
@@ -82,7 +83,7 @@ def test_nodes_of_the_prefix_tree_have_the_minimum_of_the_agents_below_them():
         steps = {
             (entry.base_position, entry.tokens[0]): manager.hints.candidate(entry).steps_to_execution
             for entry in manager.entries.values()
-            if entry.prefix_tree is not None
+            if entry in manager.prefix_tree
         }
         assert team.steps == {"a": 1, "b": 2, "c": 3, "d": 4}
         assert steps[0, 0] == 1  # in the prompts of all
@@ -157,8 +158,8 @@ def test_a_slice_marked_in_a_prefix_mode_prompt_ends_its_fixed_part():
             team.mark_fixed("a", [role[0:14]])
             s.decode([50], [intro, role], sampling=BRIEF).result()
         (key,) = team.fixed_prefix_hashes("a")
-        (entry,) = engine.core.cache_manager.entries_with(key)
-        assert entry.fixed_ends == {24: {key}}
+        (entry,) = inspect(engine).cache_manager.entries_with(key)
+        assert inspect(engine).cache_manager.fixed_parts.ends(entry) == {24: {key}}
 
 
 def first_prompt(engine):
@@ -182,7 +183,7 @@ def test_of_an_entry_whose_start_a_running_request_reads_the_rest_can_be_evicted
     with engine.session(mode="prefix", seed=0) as s, engine.session(mode="prefix", seed=0) as other:
         running = s.decode([1, 2, 3, 59], max_tokens=60, ignore_eos=True)
         for _ in range(3):
-            engine.core.step()
+            engine.step()
         engine.check()
         other.decode([*(58 - k % 40 for k in range(130))], sampling=BRIEF).result()
         assert engine.stats().num_running == 1  # the other one did not wait for its end

@@ -8,6 +8,7 @@ import pytest
 from helpers import tiny_models
 from helpers.call_counts import count_calls
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,7 +127,7 @@ def test_a_fixed_part_is_guessed_from_what_is_seen_twice():
             with team.agent("a"):
                 s.decode([1], [s.prefill([5, 6]), s.prefill([7, turn])], sampling=BRIEF).result()
         assert team.fixed_prefix_hashes("a") == [
-            engine.core.cache_manager.lookup(k).content_hash for k in team.fixed_prefix_hashes("a")
+            inspect(engine).cache_manager.lookup(k).content_hash for k in team.fixed_prefix_hashes("a")
         ]
 
 
@@ -159,7 +160,7 @@ def test_the_cost_of_tracking_a_workflow_does_not_depend_on_the_others():
 
 
 def made_by(message) -> str | None:
-    return message._request.agent_key and message._request.agent_key[1]
+    return inspect(message).agent_key and inspect(message).agent_key[1]
 
 
 def test_agents_in_tasks_keep_their_calls():
@@ -245,13 +246,13 @@ def test_blocks_nest_and_sessions_do_not_meet():
 def test_what_was_said_to_the_cache_goes_with_the_session():
     engine = small(host_capacity=400)
     rounds(engine, 2)
-    store = engine.core.cache_manager
+    store = inspect(engine).cache_manager
     assert not store.hints.num_sources and not len(store.hints.steps_to_execution)
     session = engine.session()
     team = Workflow(session, CYCLE)
     with team.agent("a") as agent:
         role = agent.prefill_fixed(fixed_of(0)).result()
-    assert store.hints.candidate(role._request.entry).steps_to_execution < math.inf
+    assert store.hints.candidate(inspect(role).entry).steps_to_execution < math.inf
     assert len(store.hints.steps_to_execution) == 1
     session.close()
     assert not store.hints.num_sources and not engine.events._watchers
@@ -266,7 +267,7 @@ def test_steps_may_come_from_a_client_with_each_turn():
             assert team.steps == {"planner": 0, "coder": 1, "tester": 7, "judge": math.inf}
         with team.agent("coder", steps={"planner": 5, "coder": 0}) as agent:
             s.decode([2], [agent.prefill_fixed(fixed_of(1))], sampling=BRIEF).result()
-        assert engine.core.cache_manager.hints.candidate(role._request.entry).steps_to_execution == 5
+        assert inspect(engine).hints.candidate(inspect(role).entry).steps_to_execution == 5
         for steps in ({"a": -1}, {"a": "soon"}, {1: 1}, {"a": math.nan}, {"a": True}, [1]):
             with pytest.raises(GraphError, match="steps"), team.agent("a", steps=steps):
                 pass
@@ -302,7 +303,7 @@ def test_errors_name_what_is_wrong():
             Workflow(s, learned={})
     with pytest.raises(SessionClosedError):
         Workflow(s, CYCLE)
-    assert not engine.core.cache_manager.hints.num_sources
+    assert not inspect(engine).hints.num_sources
 
 
 def test_a_turn_that_fails_is_over_too():
@@ -364,10 +365,10 @@ def test_events_tell_every_hit_miss_and_eviction_and_why():
 def test_what_the_next_turn_reads_is_expected_while_it_is_held():
     engine = tiny_models.engine(eviction="workflow")
     with engine.session(seed=0) as s, Workflow(s, CYCLE) as team:
-        facts = engine.core.cache_manager.hints.candidate
+        facts = inspect(engine).hints.candidate
 
         def expected(message):
-            return facts(message._request.entry).steps_to_execution
+            return facts(inspect(message).entry).steps_to_execution
 
         task = s.prefill([9, 9, 9])
         with team.agent("a"):
@@ -379,7 +380,7 @@ def test_what_the_next_turn_reads_is_expected_while_it_is_held():
             second = s.decode([2], [first], sampling=BRIEF).result()
         assert (expected(task), expected(first), expected(second), expected(aside)) == (None, 1, 1, 2)
         first.release()
-        assert facts(second._request.entry).ephemeral is False
+        assert facts(inspect(second).entry).ephemeral is False
         for name in ("c", "d", "a"):
             with team.agent(name):
                 s.decode([3], [second], sampling=BRIEF).result()
@@ -399,12 +400,12 @@ def test_nothing_is_loaded_ahead_while_a_call_waits_for_room_and_then_it_is():
             holds = other.decode([1] * 20, sampling=long)
             blocked = other.decode([2] * 60, sampling=long)
             engine.step()
-            assert engine.core.scheduler.blocked_on_memory
+            assert inspect(engine).scheduler.blocked_on_memory
             before = engine.events.counts["prefetch"]
             engine.step()
             assert engine.events.counts["prefetch"] == before
             assert len(holds.result().output_token_ids) == len(blocked.result().output_token_ids) == 30
-            assert not engine.core.scheduler.blocked_on_memory
+            assert not inspect(engine).scheduler.blocked_on_memory
         engine.run_until_idle()
         assert engine.events.counts["prefetch"] > before
 
@@ -415,7 +416,7 @@ def test_a_workflow_that_is_closed_within_a_turn_says_nothing_more():
         team = Workflow(s, CYCLE)
         with team.agent("a"):
             team.close()
-        assert not engine.core.cache_manager.hints.num_sources
+        assert not inspect(engine).hints.num_sources
 
 
 def test_steps_may_be_replaced_between_turns():
@@ -427,7 +428,7 @@ def test_steps_may_be_replaced_between_turns():
         team.set_steps({"a": 3, "b": None})
         assert team.steps == {"a": 3, "b": math.inf}
         (key,) = team.fixed_prefix_hashes("a")
-        assert engine.core.cache_manager.hints.steps_to_execution.get(key) == 3
+        assert inspect(engine).hints.steps_to_execution.get(key) == 3
         with pytest.raises(GraphError, match="steps of agent 'a'"):
             team.set_steps({"a": -1})
         assert team.steps == {"a": 3, "b": math.inf}

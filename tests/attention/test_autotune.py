@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph.attention import autotune as measured
 from choreograph.attention.autotune import create_tuned_backend, fastest, run, save
@@ -49,7 +50,7 @@ def test_small_and_large_steps_may_have_different_ones(file):
     assert fastest(result) == ("sdpa", "native")
     save(result, HEADS, torch.float32, CPU)
     engine = tiny_models.engine()
-    assert engine.core.backend.name == "sdpa, native from 17 rows on"
+    assert inspect(engine).backend.name == "sdpa, native from 17 rows on"
     plain = tiny_models.engine(backend="reference")
     for one in (engine, plain):
         with one.session(seed=1) as session:

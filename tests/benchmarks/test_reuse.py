@@ -7,8 +7,8 @@ from helpers import model_variants
 from benchmarks.reuse import VARIANTS, mean_by_question
 from benchmarks.reuse_memory import allocated_bytes
 from benchmarks.reuse_models import in_shared_contexts
-from choreograph.features.cross_model import LayerPattern
 from choreograph.lab.profiling.profiler import QAExample
+from choreograph.layer_pattern import LayerPattern
 
 
 def test_a_question_meets_its_passage_among_others_and_counts_once():

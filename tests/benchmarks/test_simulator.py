@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from helpers.inspect_engine import inspect
 
 from benchmarks.simulator import HardwareModel, SimClock, simulated_engine
 from choreograph import CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
@@ -51,7 +52,7 @@ def test_prefill_takes_its_arithmetic_and_decode_its_reading():
 @pytest.mark.parametrize(("aware", "speed"), [(True, 1), (False, 1), (False, 1000)])
 def test_a_load_takes_the_link_and_hides_under_a_step_layer_by_layer(aware, speed):
     engine, clock = make(host_capacity=400, aware=aware)
-    engine.core.hf_model.executor._hardware = HardwareModel(**{**vars(MACHINE), "link": MACHINE.link / speed})
+    inspect(engine).hf_model.executor._hardware = HardwareModel(**{**vars(MACHINE), "link": MACHINE.link / speed})
     with engine.session() as session:
         root = sent_away(engine, session)
         before = clock.now
@@ -64,7 +65,7 @@ def test_a_load_takes_the_link_and_hides_under_a_step_layer_by_layer(aware, spee
 
 def test_others_compute_while_a_context_is_loading():
     engine, clock = make(host_capacity=400)
-    engine.core.hf_model.executor._hardware = HardwareModel(**{**vars(MACHINE), "link": 1e4})  # 4 s for 40 tokens
+    inspect(engine).hf_model.executor._hardware = HardwareModel(**{**vars(MACHINE), "link": 1e4})  # 4 s for 40 tokens
     with engine.session() as session:
         root = sent_away(engine, session)
         before = clock.now

@@ -60,9 +60,9 @@ def expected(talker, tmp_path_factory):
 
 
 def test_two_workers_give_the_records_of_one_process(talker, workers, expected, tmp_path):
-    steps = talker.core.num_steps
+    steps = talker.stats().num_steps
     assert evaluate(talker, tmp_path, workers) == expected
-    assert talker.core.num_steps == steps
+    assert talker.stats().num_steps == steps
 
 
 def test_an_interrupted_run_continues_with_the_missing_examples(talker, workers, expected, tmp_path):
@@ -116,9 +116,9 @@ def test_timings_of_workers_are_of_the_traces_and_tokens_of_one_process(talker, 
     workflow, settings = find("multi_qa"), {"options": {}, "sampling": SamplingParams(max_tokens=4), "seed": 0}
     conditions = dict(list(conditions_of(workflow).items())[:2])
     for folder, engines in (("one", None), ("two", workers)):
-        steps, arguments = talker.core.num_steps, (make_console(quiet=True), "multi_qa", workflow, pairs)
+        steps, arguments = talker.stats().num_steps, (make_console(quiet=True), "multi_qa", workflow, pairs)
         reports.append(bench(talker, *arguments, tmp_path / folder, conditions=conditions, workers=engines, **settings))
-        assert (talker.core.num_steps == steps) == (engines is not None)
+        assert (talker.stats().num_steps == steps) == (engines is not None)
     one, two = ([point[0] for point in report["points"]] for report in reports)
     assert one == two and len(two) == 5
     (name,) = reports[0]["ratios"]

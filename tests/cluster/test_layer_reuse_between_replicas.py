@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("ray")
 
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 from helpers.live_server import make_engine
 from helpers.replica_pair import evict_all, message, pair, spec_of
 from helpers.transfer_failures import BY_LAYER, FAILURES, flip
@@ -116,7 +117,7 @@ async def test_an_expected_request_loads_layers_of_both_models(family):
         for _ in range(2):  # then it has a message of its own, too
             await service.thread.call(partial(evict_all, service))
             while stored.message.kv_location != "host":
-                await service.thread.call(service.engine.core.cache_manager.poll_transfers)
+                await service.thread.call(inspect(service.engine).cache_manager.poll_transfers)
             await service.thread.call(partial(message_transfer.load_stored, service, asked))
             assert stored.message.kv_location in ("loading", "device")
             _, _, counts = await replicas.run(service, asked)
@@ -172,7 +173,7 @@ async def test_what_was_computed_over_a_message_that_never_arrived_is_not_comput
                 yield await anext(groups)
             while not computed:
                 stored = store.find(asked.key, (here.tokens, 0))
-                computed.extend([stored] if stored is not None and stored.message._request.is_finished else [])
+                computed.extend([stored] if stored is not None and inspect(stored.message).is_finished else [])
                 await asyncio.sleep(0.01)
             raise ConnectionError("the replica is gone")
 

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from helpers.inspect_engine import inspect
 from helpers.replica_pair import evict_all, message, pair, spec_of
 from helpers.transfer_failures import BY_LAYER, FAILURES, HEADER_FAILURES, gone
 
@@ -95,27 +96,27 @@ async def test_a_step_begins_before_all_layers_are_there(talker_folder):
     async with pair(talker_folder, group_bytes=1) as replicas:
         spec = spec_of(message(1), message(2))
         expected = (await replicas.run(replicas.source, spec))[0]
-        num_ready, core = [], replicas.reader.engine.core
+        num_ready, reader = [], inspect(replicas.reader.engine)
 
         async def after_the_request_is_admitted(groups):
             yield await anext(groups)
-            while not core.scheduler.running:
+            while not reader.running:
                 await asyncio.sleep(0.005)
-            num_ready.append(core.cache_manager.offload_manager.num_loads)
+            num_ready.append(reader.offload_manager.num_loads)
             async for group in groups:
                 yield group
 
         replicas.change = after_the_request_is_admitted
         tokens, _, counts = await replicas.run(replicas.reader, spec)
         assert (tokens, counts.remote, counts.computed) == (expected, 96, 2)
-        assert num_ready == [2] and replicas.num_groups == core.hf_model.model_info.layers > 1
+        assert num_ready == [2] and replicas.num_groups == reader.hf_model.model_info.layers > 1
 
 
 async def test_running_requests_go_on_while_layers_are_on_their_way(talker_folder, monkeypatch):
     monkeypatch.setattr(message_transfer, "TIMEOUT", 60.0)
     async with pair(talker_folder, group_bytes=1) as replicas:
         await replicas.run(replicas.source, spec_of(message(1)))
-        core, running_has_ended = replicas.reader.engine.core, asyncio.Event()
+        reader, running_has_ended = inspect(replicas.reader.engine), asyncio.Event()
 
         async def after_the_running_request(groups):
             yield await anext(groups)
@@ -126,7 +127,7 @@ async def test_running_requests_go_on_while_layers_are_on_their_way(talker_folde
         sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
         long = dataclasses.replace(spec_of(message(2)), sampling=sampling)
         running = asyncio.create_task(replicas.run(replicas.reader, long))
-        while not core.scheduler.running:
+        while not reader.running:
             await asyncio.sleep(0.005)
         replicas.change = after_the_running_request
         waiting = asyncio.create_task(replicas.run(replicas.reader, spec_of(message(1))))
@@ -241,19 +242,19 @@ async def test_a_message_that_is_evicted_while_it_is_copied_is_not_sent(talker_f
         spec = spec_of(message(1), message(2))
         expected = (await replicas.run(replicas.source, spec))[0]
         await replicas.source.thread.call(replicas.source.engine.run_until_idle)  # its last tokens need its context
-        core, num_copies = replicas.source.engine.core, 0
-        export = core.cache_manager.pool.export_layer
+        source, num_copies = inspect(replicas.source.engine), 0
+        export = source.pool.export_layer
 
         def export_while_others_write(layer, slots):
             nonlocal num_copies
             num_copies += 1
             if num_copies == 2:  # the second layer of the first message: as a step would, which takes the lock
                 stored = replicas.source.planner.store.find(spec.key, (message(1).tokens, 0))
-                core.cache_manager.evict_entry(stored.message._request.entry)
-                core.cache_manager.pool.keys[1][slots] = 7.0
+                source.cache_manager.evict_entry(inspect(stored.message).entry)
+                source.pool.keys[1][slots] = 7.0
             return export(layer, slots)
 
-        monkeypatch.setattr(core.cache_manager.pool, "export_layer", export_while_others_write)
+        monkeypatch.setattr(source.pool, "export_layer", export_while_others_write)
         tokens, _, counts = await replicas.run(replicas.reader, spec)
         assert (tokens, counts.remote) == (expected, 48)
 

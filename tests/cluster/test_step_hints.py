@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from helpers.inspect_engine import inspect
 from helpers.live_server import make_engine
 from helpers.replica_pair import message, spec_of, updates_of
 
@@ -292,8 +293,8 @@ async def test_stored_messages_of_an_expected_request_are_loaded_from_host_memor
         await updates_of(service.submit(_Connection(), spec))
         await updates_of(service.submit(_Connection(), request("writer", message(9))))  # its step ends the first answer
         stored = service.planner.store.find(spec.key, (message(1).tokens, 0))
-        manager = engine.core.cache_manager
-        await service.thread.call(lambda: manager.evict_entry(stored.message._request.entry))
+        manager = inspect(engine).cache_manager
+        await service.thread.call(lambda: manager.evict_entry(inspect(stored.message).entry))
         for _ in range(200):
             await service.thread.call(manager.poll_transfers)
             if stored.message.kv_location == "host":

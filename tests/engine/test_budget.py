@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import Budget, Repair, SamplingParams
 from choreograph.errors import ConfigError, DataError
@@ -122,7 +123,7 @@ def test_a_budget_repairs_and_measures_with_its_strategy():
                 assert rows[0] == pytest.approx(rows[1], abs=1e-4)
         for _ in range(MIN_SAMPLES):
             budget.observe("/decode 3 ppp", {0.0: 1e3, 0.2: 0.0})
-        assert budget.choose(by_hand[0]._request) == Repair(0.2, "attention")
+        assert budget.choose(inspect(by_hand[0]).request) == Repair(0.2, "attention")
 
 
 @pytest.mark.parametrize("strategy", ["first", "attention"])

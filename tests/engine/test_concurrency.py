@@ -6,6 +6,7 @@ import threading
 import pytest
 from greenlet import GreenletExit, greenlet
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
 from choreograph.api.concurrency import run_concurrently
@@ -45,14 +46,14 @@ def test_they_share_steps_and_always_the_same_ones():
     def run():
         engine = tiny_models.engine()
         order = [o.index for o in run_concurrently(engine, [program(engine, n) for n in range(8)], max_programs=4)]
-        return order, engine.core.num_steps
+        return order, engine.stats().num_steps
 
     (order, steps), again = run(), run()
     assert (order, steps) == again
     engine = tiny_models.engine()
     for n in range(8):
         program(engine, n)()
-    assert steps < engine.core.num_steps / 2
+    assert steps < engine.stats().num_steps / 2
 
 
 def test_what_waits_for_parents_keeps_no_other_program_from_starting():
@@ -93,7 +94,7 @@ def test_leaving_early_closes_every_session():
     next(running)
     running.close()
     engine.run_until_idle()
-    assert not engine.core.scheduler.num_unfinished
+    assert not inspect(engine).num_unfinished
     engine.clear_cache()
     engine.check()
     assert program(engine, 1)() == program(engine, 1)()
@@ -181,7 +182,7 @@ def test_inside_an_event_loop_they_share_the_same_steps():
         engine = tiny_models.engine()
         return [
             o.index for o in run_concurrently(engine, [program(engine, n) for n in range(8)])
-        ], engine.core.num_steps
+        ], engine.stats().num_steps
 
     async def inside():
         return run()

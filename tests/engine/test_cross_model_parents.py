@@ -2,6 +2,7 @@
 
 import pytest
 from helpers import model_variants, tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import Engine, SamplingParams
 from choreograph.lab.workflows import WorkflowRun, find
@@ -25,8 +26,8 @@ def test_parents_stay_what_was_given(engine, share):
         text, other = session.prefill([1, 2, 3]), session.prefill([4, 5])
         said = session.decode([7], [text, other[0:1]], model="math", kv_reuse=share, sampling=GREEDY)
         assert said.parents[0] is text and said.parents[1].message is other and said.offsets == (0, 3)
-        names = zip(said._request.parents, (text, other), strict=True)
-        assert all((call is given._request) == (share == "reuse") for call, given in names)
+        names = zip(inspect(said).parents, (text, other), strict=True)
+        assert all((call is inspect(given).request) == (share == "reuse") for call, given in names)
         steps = [StageCall("talk", text), StageCall("talk", other), StageCall("talk", said)]
         assert [bar.number for bar in message_bars(steps)[-1]] == [1, 2, 3]
         own = session.prefill(said.tokens, [text, other[0:1]])
@@ -39,8 +40,8 @@ def test_a_model_that_was_seen_through_a_version_sees_its_own_again(engine):
         text = session.prefill([1, 2, 3])
         between = session.prefill([4, 5], [text], model="math")
         last = session.decode([7], [text, between], sampling=GREEDY)
-        version = last._request.parents[1]
-        assert version.parents == (text._request,), "the base has encoded what it sees there"
+        version = inspect(last).parents[1]
+        assert version.parents == (inspect(text).request,), "the base has encoded what it sees there"
         expected = session.decode([7], [text, session.prefill([4, 5], [text])], sampling=GREEDY)
         assert last.tokens == expected.tokens
 
@@ -60,7 +61,7 @@ def test_words_are_retold_where_another_model_reads(talker, leak):
     models = {
         "reader": tiny_models.build(seed=9, vocabulary=vocabulary, positions=talker.model_info.max_positions, stop=2)
     }
-    engine = Engine.from_pretrained(talker.core.hf_model.model, tokenizer=talker.tokenizer, models=models)
+    engine = Engine.from_pretrained(inspect(talker).model, tokenizer=talker.tokenizer, models=models)
     with engine.session(seed=0) as session:
         p = WorkflowRun(session, sampling=GREEDY, model="reader", adapter_stages=("Bob says",))
         find("prisoners_dilemma")(p, leak=leak).result()

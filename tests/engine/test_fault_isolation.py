@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
-from choreograph.core import scheduler
+from choreograph.core import admission, scheduler
 from choreograph.errors import InvalidRequestError, RequestFailedError
 from choreograph.execution import model_runner, sampler
 
@@ -17,7 +18,7 @@ SAMPLING = SamplingParams(max_tokens=6, seed=3, logit_bias={POISON: -100}, ignor
 
 def break_forward(engine, monkeypatch, kind: str) -> list[int]:
     """Break the model for batches that contain POISON; return a list that grows with every such call."""
-    forward, calls = engine.core.hf_model.forward, []
+    forward, calls = inspect(engine).hf_model.forward, []
 
     def broken(tokens, positions, context, rows, models=()):
         if POISON not in tokens:
@@ -31,7 +32,7 @@ def break_forward(engine, monkeypatch, kind: str) -> list[int]:
             return forward(tokens, positions, context, rows, models)[:-1]
         return forward(tokens, positions, context, rows, models)[:, None]  # one dimension too many
 
-    monkeypatch.setattr(engine.core.hf_model, "forward", broken)
+    monkeypatch.setattr(inspect(engine).hf_model, "forward", broken)
     return calls
 
 
@@ -153,7 +154,7 @@ def test_an_exception_anywhere_in_a_step_fails_only_its_cause(site, monkeypatch)
     for seed in range(8):
         program = random_program(seed)
         engine = tiny_models.engine()
-        runner, computed = engine.core.model_runner, []
+        runner, computed = inspect(engine).runner, []
 
         def guarded(function, tokens_of, *, computed=computed):
             def call(*arguments, **options):
@@ -164,7 +165,7 @@ def test_an_exception_anywhere_in_a_step_fails_only_its_cause(site, monkeypatch)
 
             return call
 
-        forward, overlap = engine.core.hf_model.forward, runner._overlap_scheduler
+        forward, overlap = inspect(engine).hf_model.forward, inspect(engine).overlap_scheduler
         if site == "metadata":
             make = guarded(runner._make_forward_context, lambda batch: batch.tokens)
             monkeypatch.setattr(runner, "_make_forward_context", make)
@@ -177,7 +178,7 @@ def test_an_exception_anywhere_in_a_step_fails_only_its_cause(site, monkeypatch)
                 computed[:] = tokens
                 return forward(tokens, *arguments)
 
-            monkeypatch.setattr(engine.core.hf_model, "forward", record)
+            monkeypatch.setattr(inspect(engine).hf_model, "forward", record)
             if site == "attention":
                 monkeypatch.setattr(runner, "backend", guarded(runner.backend, lambda call: None))
             else:
@@ -222,8 +223,8 @@ def break_scheduling(engine, monkeypatch, site: str, mode: str, *, after: bool =
 
     after: the call does its work before it raises.
     """
-    core, calls = engine.core, []
-    queues, manager = core.scheduler, core.cache_manager
+    internals, calls = inspect(engine), []
+    queues, manager = internals.scheduler, internals.cache_manager
     tokens_of = SCHEDULING_SITES[site] or (lambda *_: prompts(queues))
     if site == "residency":
 
@@ -247,12 +248,12 @@ def break_scheduling(engine, monkeypatch, site: str, mode: str, *, after: bool =
             monkeypatch.setattr(owner, name, guarded)
 
     owners = {
-        "placement": (scheduler.PLACERS, mode),
-        "residency": (core.context_loader, "ensure_resident"),
+        "placement": (admission.PLACERS, mode),
+        "residency": (internals.context_loader, "ensure_resident"),
         "allocation": (manager, "allocate_entry"),
         "registration": (manager, "register"),
-        "reuse of a header": (scheduler, "reuse_header"),
-        "admission": (queues, "_admit"),
+        "reuse of a header": (admission, "reuse_header"),
+        "admission": (queues.admission, "_admit"),
         "readiness": (scheduler, "_is_ready"),
         "chunk": (scheduler.Batch, "add_chunk"),
         "pack": (queues, "pack"),
@@ -295,14 +296,14 @@ def test_an_exception_of_the_scheduler_fails_only_its_cause(site, after, monkeyp
 
 
 TRANSIENT_SITES = {
-    "acquire": lambda core: (core.cache_manager, "acquire"),
-    "pages": lambda core: (core.cache_manager.pool, "allocate"),
-    "load": lambda core: (core.cache_manager, "load"),
-    "copy": lambda core: (core.cache_manager.offload_manager.executor, "start"),
-    "recomputation": lambda core: (core.scheduler, "add_recompute"),
-    "frame": lambda core: (core.context_loader, "_finish"),
-    "readiness": lambda core: (scheduler, "_is_ready"),
-    "schedule": lambda core: (core.scheduler, "schedule"),
+    "acquire": lambda internals: (internals.cache_manager, "acquire"),
+    "pages": lambda internals: (internals.pool, "allocate"),
+    "load": lambda internals: (internals.cache_manager, "load"),
+    "copy": lambda internals: (internals.offload_manager.executor, "start"),
+    "recomputation": lambda internals: (internals.context_loader, "_start_recompute"),
+    "frame": lambda internals: (internals.context_loader, "_finish"),
+    "readiness": lambda internals: (scheduler, "_is_ready"),
+    "schedule": lambda internals: (internals.scheduler, "schedule"),
 }
 
 
@@ -324,7 +325,7 @@ def test_a_single_exception_under_memory_pressure_fails_one_request_at_most(site
         ]
         engine = tiny_models.engine(tokens=40, host_capacity=host)
         calls, raising_call = [], chance.randrange(8)
-        owner, name = TRANSIENT_SITES[site](engine.core)
+        owner, name = TRANSIENT_SITES[site](inspect(engine))
         original = getattr(owner, name)
 
         def guarded(*arguments, function=original, calls=calls, raising_call=raising_call, **options):

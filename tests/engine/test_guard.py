@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import model_variants, tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,13 +36,14 @@ def distributions(session, header, parents, **options) -> list[Reading]:
     message = session.decode(header, parents, forced_tokens=[5, 6, 7], **options)
     message.on_logprobs(rows.append)
     message.wait_encoded()
-    return [Reading(attended_by(message._request.entry), message.usage.cached_tokens, torch.stack(rows))]
+    return [Reading(attended_by(inspect(message).entry), message.usage.cached_tokens, torch.stack(rows))]
 
 
 def attended_by(entry) -> tuple:
     """Return tokens and positions of an entry and, recursively, of the slices in its context."""
     context = ((attended_by(part.entry), *part[1:]) for part in entry.context)
-    return tuple(entry.tokens), entry.base_position, tuple(context)
+    source = entry.layers.hidden_source
+    return tuple(entry.tokens), entry.base_position, tuple(context), None if source is None else attended_by(source)
 
 
 def assert_independent_of_the_secret(scenario, differs_without=True):
@@ -92,7 +94,7 @@ def test_readers_of_equal_clearance_share_the_variant():
         assert seen[2].parents == (b,) and seen[2].labels == {"b"}
         assert session.prefill([9], [said], clearance={"a", "b"}).parents == (said,)
         said.release()
-        assert all(variant._request.released for variant in seen)
+        assert all(inspect(variant).is_released for variant in seen)
 
 
 def test_ancestors_are_encoded_again_too():
@@ -334,6 +336,6 @@ def ancestors(message):
     """The message and everything that it depends on, in choreographed mode."""
     found = [message]
     for other in found:
-        if message._request.mode == "choreographed":
+        if inspect(message).mode == "choreographed":
             found += [parent for parent in (getattr(p, "message", p) for p in other.parents) if parent not in found]
     return found

@@ -3,13 +3,16 @@
 import pytest
 import torch
 from helpers import model_variants, tiny_models
+from helpers.inspect_engine import inspect
 from safetensors.torch import save_file
 
 from choreograph import Engine, SamplingParams
-from choreograph.api import kv_export as copies
-from choreograph.api.kv_export import KVSnapshot
+from choreograph.api.call import Call
 from choreograph.errors import CacheFileError, InvalidRequestError, SessionClosedError
+from choreograph.kv_cache.entry import EntryLayers
 from choreograph.kv_cache.tiers import TransferOps
+from choreograph.messages import kv_export as copies
+from choreograph.messages.kv_export import KVSnapshot
 from choreograph.models.info import weights_hash
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -113,24 +116,26 @@ def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):
     with tiny_models.engine().session() as session:
         copy = session.prefill(TOKENS).export_kv()
     with engine.session() as session:
-        coming, work, nothing = session._build_prefill([1, 2, 3])._request, TransferOps(lambda layer: None), frozenset()
-        entry = copies.reserve(engine.core, coming)
+        coming, work = (
+            session.build(Call("prefill", [1, 2, 3])).request,
+            TransferOps(lambda layer: None),
+        )
+        entry = copies.reserve(inspect(engine).core, coming)
         engine.close()
         with pytest.raises(SessionClosedError):
             session.import_kv(TOKENS, copy)
         with pytest.raises(SessionClosedError):
             copies.start_remote_load(
-                engine.core,
+                inspect(engine).core,
                 coming,
                 entry,
                 work,
-                engine.core.cache_manager.offload_manager.executor,
-                cached_hidden_layers=nothing,
-                missing_layers=nothing,
+                inspect(engine).offload_manager.executor,
+                EntryLayers(),
             )
         engine.check()
         engine.clear_cache()
-        counts = engine.core.cache_manager.stats
+        counts = inspect(engine).cache_manager.stats
         assert (
             counts["num_referenced_entries"] == counts["num_unreferenced_entries"] == 0
             and counts["num_free_pages"] == counts["num_pages"]
@@ -156,12 +161,12 @@ def test_a_copy_crosses_clients_and_engines(engine):
         tokens, copies = first.tokens, (first.export_kv(), second.export_kv())
         expected = one.decode([9], [second], sampling=GREEDY).output_token_ids
     for other in (engine, tiny_models.engine()):
-        rows = other.core.num_batched_tokens
+        rows = other.stats().num_batched_tokens
         with other.session(client_id="other") as session:
             first = session.import_kv(tokens, copies[0])
             second = session.import_kv(TOKENS, copies[1], [first, session.prefill([2, 2])])
             again = second.export_kv()
-            assert again.content_hash == copies[1].content_hash and other.core.num_batched_tokens == rows + 2
+            assert again.content_hash == copies[1].content_hash and other.stats().num_batched_tokens == rows + 2
             assert all(torch.equal(a, b) for a, b in zip(again.layers[1], copies[1].layers[1], strict=True))
             assert session.decode([9], [second], sampling=GREEDY).output_token_ids == expected
         other.check()
@@ -191,7 +196,9 @@ def near():
 
 def test_a_copy_is_of_all_weights_of_its_model(engine, near):
     assert near.model_info.fingerprint == engine.model_info.fingerprint
-    assert engine.core.model_set.weights_hash("base") == tiny_models.engine().core.model_set.weights_hash("base")
+    assert inspect(engine).model_set.weights_hash("base") == inspect(tiny_models.engine()).model_set.weights_hash(
+        "base"
+    )
     with engine.session() as session, near.session() as other:
         copy = session.prefill(TOKENS).export_kv()
         with pytest.raises(InvalidRequestError, match="another model"):

@@ -8,11 +8,12 @@ import torch
 from helpers import tiny_models
 from helpers.graph_stub import boards, engine_with  # noqa: F401
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import Engine, SamplingParams
-from choreograph.execution.model_runner import OverlapScheduler
+from choreograph.execution.overlap import OverlapScheduler
 from choreograph.execution.sampler import SampleOutput
 
 pytestmark = pytest.mark.usefixtures("boards")
@@ -66,7 +67,7 @@ def test_all_but_the_first_step_of_a_decode_are_begun_before_the_host_knows_a_to
         return read(self)
 
     engine = engine_with(tiny_models.model(), use_graphs=True, overlap=True)
-    graphs, begin = engine.core.hf_model.compiled, engine.core.hf_model.compiled.launch
+    graphs, begin = inspect(engine).compiled, inspect(engine).compiled.launch
 
     def beginning(*given):
         result = begin(*given)
@@ -128,12 +129,12 @@ def test_who_comes_in_between_waits_one_step(seen):
         slow = session.decode([5], [root], sampling=LONG)
         for _ in range(4):
             engine.step()
-        had = len(slow._request.decode_state.tokens)
+        had = len(inspect(slow).generated)
         quick = session.decode([6], [root], sampling=LONG)
         engine.step()
-        assert len(slow._request.decode_state.tokens) == had + 1 and not quick._request.decode_state.tokens
+        assert len(inspect(slow).generated) == had + 1 and not inspect(quick).generated
         engine.step()
-        assert len(slow._request.decode_state.tokens) == had + 2 and len(quick._request.decode_state.tokens) == 1
+        assert len(inspect(slow).generated) == had + 2 and len(inspect(quick).generated) == 1
 
 
 def test_a_step_that_breaks_while_the_next_one_is_begun_changes_nothing(monkeypatch):
@@ -183,14 +184,14 @@ def test_memory_that_does_not_hold_two_steps_holds_one(monkeypatch):
         tries.append(1)
         raise torch.OutOfMemoryError("no room")
 
-    engine.core.hf_model.launch_graph = full
+    inspect(engine).hf_model.launch_graph = full
     try:
         with engine.session() as session:
             message = session.decode([5], [session.prefill(list(range(20)))], sampling=LONG)
             with pytest.warns(UserWarning, match="steps no longer overlap"):
                 assert len(message.tokens) == 13
     finally:
-        del engine.core.hf_model.launch_graph
+        del inspect(engine).hf_model.launch_graph
     assert tries == [1]
 
 
@@ -200,7 +201,7 @@ def test_nothing_of_what_was_begun_stays_when_nothing_runs():
         session.decode([5], [session.prefill(list(range(20)))], sampling=LONG)
         for _ in range(4):
             engine.step()
-        ahead = engine.core.model_runner._overlap_scheduler
+        ahead = inspect(engine).overlap_scheduler
         assert ahead._launched is not None
     assert ahead._launched is ahead._planned is ahead._current is None
 
@@ -228,7 +229,7 @@ def test_rows_without_numbers_end_their_call_alone(seen):
         good = session.decode([5], [root], sampling=LONG)
         for _ in range(3):
             engine.step()
-        begun = engine.core.model_runner._overlap_scheduler._launched
+        begun = inspect(engine).overlap_scheduler._launched
         assert begun is not None
         begun.logits.fill_(float("nan"))
         with pytest.raises(Exception, match="NaN"):
@@ -242,7 +243,7 @@ class Program:
 
     def __init__(self, engine: Engine, actions: list[tuple], mode: str, rows: int) -> None:
         self.engine = engine
-        engine.core.scheduler._max_num_batched_tokens = rows
+        inspect(engine).scheduler._max_num_batched_tokens = rows
         self.heard: dict[int, list[torch.Tensor]] = {}
         self.session = engine.session(seed=5, mode=mode)
         self.made = [self.session.prefill(list(range(4, 12)))]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import VOCABULARY
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,10 +86,10 @@ def run(engine, calls: list[Call], mode: str) -> tuple[list, int]:
             )
         while step():
             assert num_steps < LIMIT
-        assert not engine.core.scheduler.num_unfinished
+        assert not inspect(engine).num_unfinished
         results = [(m.tokens, m.finish_reason, [one.logprob for one in m.logprobs or ()]) for m in messages]
     engine.clear_cache()
-    counts = engine.core.cache_manager.stats
+    counts = inspect(engine).cache_manager.stats
     assert counts["num_free_pages"] == counts["num_pages"]
     return results, num_steps
 
@@ -187,7 +188,7 @@ def test_a_preempted_decode_that_is_released_leaves_nothing():
         engine.check()
         step_until_idle(engine)
     engine.clear_cache()
-    counts = engine.core.cache_manager.stats
+    counts = inspect(engine).cache_manager.stats
     assert counts["num_free_pages"] == counts["num_pages"]
 
 
@@ -238,4 +239,4 @@ def test_entries_that_grow_side_by_side_remain_few_slot_ranges():
     with engine.session() as session:
         messages = [session.decode([i], sampling=sampling(60)) for i in range(12)]
         step_until_idle(engine)
-        assert all(len(message._request.entry.slot_ranges) == 1 for message in messages)
+        assert all(len(inspect(message).entry.slot_ranges) == 1 for message in messages)

@@ -2,6 +2,7 @@
 
 import pytest
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 
@@ -16,14 +17,14 @@ def make_engine(limit):
 
 def record_batches(engine, monkeypatch):
     """Return the list of (tokens of prompts, decoded tokens) of every step."""
-    steps, forward = [], engine.core.model_runner.forward
+    steps, forward = [], inspect(engine).runner.forward
 
     def recording(batch):
         decoded = sum(len(chunk[0].decode_state.tokens) > 0 for chunk in batch.chunks if chunk[0].is_decode)
         steps.append((len(batch.tokens) - decoded, decoded))
         return forward(batch)
 
-    monkeypatch.setattr(engine.core.model_runner, "forward", recording)
+    monkeypatch.setattr(inspect(engine).runner, "forward", recording)
     return steps
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import default_placements, graphs
 from helpers.model_configs import CONFIGS
 from helpers.model_configs import VOCABULARY as FAMILY_VOCABULARY
@@ -123,8 +124,8 @@ def test_scoring_changes_no_entry_and_no_other_answer():
         parents = [session.prefill(TOKENS[:10]), session.prefill(TOKENS[20:33])]
         alone = [session.decode([5, i], parents, max_tokens=8, temperature=0).tokens for i in range(3)]
         engine.run_until_idle()
-        pool = engine.core.cache_manager.pool
-        slots = [slot for parent in parents for slot in parent._request.entry.slots]
+        pool = inspect(engine).pool
+        slots = [slot for parent in parents for slot in inspect(parent).entry.slots]
         keys = [layer[slots].clone() for layer in pool.keys]
         num_entries = engine.stats().num_referenced_entries
         others = [session.decode([5, i], parents, max_tokens=8, temperature=0) for i in range(3)]
@@ -162,13 +163,13 @@ def test_few_logits_are_in_memory_at_once(monkeypatch):
     monkeypatch.setattr(prompt_scoring, "MAX_LOGITS", 5 * tiny_models.VOCABULARY)
     monkeypatch.setattr(prompt_scoring, "BLOCK_ROWS", 2)
     engine, sizes = tiny_models.engine(), []
-    forward = engine.core.hf_model.forward
+    forward = inspect(engine).hf_model.forward
 
     def observe(tokens, positions, context, rows, models=()):
         sizes.append(len(rows))
         return forward(tokens, positions, context, rows, models)
 
-    monkeypatch.setattr(engine.core.hf_model, "forward", observe)
+    monkeypatch.setattr(inspect(engine).hf_model, "forward", observe)
     with engine.session() as session:
         parent = session.prefill(TOKENS[:20])
         messages = [score(session, TOKENS[20:], [parent]) for _ in range(2)]
@@ -288,7 +289,7 @@ def test_a_released_message_stops_being_scored():
         parent = session.prefill(TOKENS[:30])
         message = score(session, TOKENS[30:], [parent])
         for _ in range(9):
-            engine.core.step()
+            engine.step()
         message.release()
         engine.run_until_idle()
         engine.check()
@@ -303,7 +304,7 @@ def test_every_family_has_the_scores_of_its_plain_model(name):
     config = EngineConfig(cache=CacheConfig(capacity=1024, page_size=4, poison_freed_pages=True))
     engine = Engine.from_pretrained(model, config=config)
     tokens = [(7 * i) % (FAMILY_VOCABULARY - 1) + 1 for i in range(24)]
-    rope = engine.core.hf_model.static_rope  # of the longest length, where tables depend on it
+    rope = inspect(engine).hf_model.static_rope  # of the longest length, where tables depend on it
     with rope.applied() if rope.is_dynamic else nullcontext():
         wanted = plain_scores(tokens, model)
     with engine.session(mode="prefix") as session:

@@ -6,14 +6,15 @@ import pytest
 import torch
 from helpers import model_variants, tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import Engine, EngineConfig, Repair, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError, RequestFailedError
-from choreograph.features.repair import REPAIR_STRATEGIES
-from choreograph.features.repair.planner import RepairPlanner
+from choreograph.features.repair.options import REPAIR_STRATEGIES
+from choreograph.features.repair.planner import ContextRepair
 from choreograph.features.repair.probe import AttentionObserver
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -112,9 +113,9 @@ def test_readers_of_one_context_share_its_repair():
 def test_readers_of_one_context_share_its_scoring(monkeypatch):
     """Deviation does not read the prompts."""
     engine, calls = tiny_models.engine(), []
-    planner = engine.core.repair_planner
+    planner = inspect(engine).repair_planner
     monkeypatch.setattr(
-        planner, "_is_loaded", lambda *args: calls.append(1) or RepairPlanner._is_loaded(planner, *args)
+        planner, "_is_loaded", lambda *args: calls.append(1) or ContextRepair._is_loaded(planner, *args)
     )
     with engine.session(repair=Repair(0.5, "deviation")) as session:
         solutions = [session.prefill([i] * 8) for i in range(4)]
@@ -276,7 +277,7 @@ def test_the_time_to_first_token_starts_when_the_repaired_parents_have_ended(sha
         a, b = session.prefill([1] * 8), session.decode([2] * 8, sampling=GREEDY)
         reader = session.decode([3], [a, b], sampling=GREEDY, repair=share)
         engine.run_until_idle()
-        assert reader._request.ready_time == b._request.finish_time > reader._request.submit_time
+        assert inspect(reader).ready_time == inspect(b).finish_time > inspect(reader).submit_time
 
 
 def test_a_released_parent_serves_the_calls_that_wait_for_it():

@@ -20,7 +20,7 @@ from choreograph.execution.sampler import (
     top_candidates,
 )
 from choreograph.request import penalties as penalties_module
-from choreograph.request.request import DecodeState
+from choreograph.request.decode_state import DecodeState
 
 NO_IDS = torch.empty(1, 0, dtype=torch.long)
 NEAR = 1e-4  # how close to a threshold float32 sums may fall on either side

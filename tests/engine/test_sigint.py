@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import pytest
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
 from choreograph.core.core import EngineCore
+from choreograph.core.lifecycle import Lifecycle
 from choreograph.core.scheduler import Scheduler
 from choreograph.kv_cache.manager import KVCacheManager
 from choreograph.models.hf_model import HFModel
@@ -122,7 +124,7 @@ def test_sleep_lets_others_in_and_interrupts_through():
     [
         (Scheduler, "commit"),
         (EngineCore, "_append_token"),
-        (EngineCore, "_finish_generation"),
+        (Lifecycle, "finish_generation"),
         (KVCacheManager, "free_unused_pages"),
     ],
 )
@@ -151,7 +153,7 @@ def test_a_step_that_is_interrupted_is_whole(owner, name, monkeypatch):
 
 def test_an_interrupted_model_is_its_owners_as_before(monkeypatch):
     engine = tiny_models.engine()
-    model = engine.core.hf_model.model
+    model = inspect(engine).model
     before, forward = model.config._attn_implementation, type(model).forward
     with engine.session() as session:
         message = session.prefill([1, 2, 3])

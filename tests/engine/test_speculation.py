@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError
 from choreograph.execution.drafts import Drafter, NGramIndex, VisibleMessage
-from choreograph.request.request import DecodeState, Request
+from choreograph.request.decode_state import DecodeState
+from choreograph.request.request import Request
 
 SMALL_VOCABULARY = 7  # n-grams recur, and drafts are accepted and rejected
 

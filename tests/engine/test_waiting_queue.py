@@ -2,6 +2,7 @@
 
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,12 +33,12 @@ requests = st.tuples(
 def test_requests_are_admitted_as_a_scan_of_all_admits_them(parts, calls, tokens):
     def run(queue):
         engine = tiny_models.engine(tokens=tokens, calls=calls)
-        engine.core.scheduler.waiting = queue
+        inspect(engine).core.queues.waiting = queue
         with engine.session(seed=1) as session:
-            first, messages = engine.core.new_id(), []
+            first, messages = inspect(engine).new_request_id(), []
             for index, (is_decode, parents, priority, is_released, steps) in enumerate(parts):
                 chosen = [messages[-1 - back] for back in sorted(set(parents)) if back < len(messages)]
-                options = {"parents": [m for m in chosen if not m._request.released], "priority": priority}
+                options = {"parents": [m for m in chosen if not inspect(m).is_released], "priority": priority}
                 if is_decode:
                     messages.append(session.decode([index + 3, 4], sampling=GREEDY, **options))
                 else:
@@ -50,14 +51,14 @@ def test_requests_are_admitted_as_a_scan_of_all_admits_them(parts, calls, tokens
             engine.run_until_idle()
             engine.check()
             events = [(e.kind, e.data["request"] - first) for e in engine.events.recent if "request" in e.data]
-            return events, [None if m.error else m._request.tokens for m in messages]
+            return events, [None if m.error else inspect(m).tokens for m in messages]
 
     assert run(WaitingQueue()) == run(ScanningQueue())
 
 
 def test_requests_that_wait_for_a_running_parent_are_not_visited():
     engine, visited = tiny_models.engine(), []
-    waiting = engine.core.scheduler.waiting
+    waiting = inspect(engine).waiting
     next_candidate = waiting.next_candidate
     waiting.next_candidate = lambda: visited.append(next_candidate()) or visited[-1]
     with engine.session() as session:
@@ -69,7 +70,7 @@ def test_requests_that_wait_for_a_running_parent_are_not_visited():
         for _ in range(5):
             engine.step()
         assert set(visited) == {None}
-        assert len(waiting) == 40 and list(waiting) == [reader._request for reader in readers]
+        assert len(waiting) == 40 and list(waiting) == [inspect(reader).request for reader in readers]
         parent.result()
         engine.step()
         assert not len(waiting)

@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict
 
 import pytest
+from helpers.inspect_engine import inspect
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
@@ -72,12 +73,12 @@ def test_a_run_goes_on_where_it_stopped(talker, tmp_path):
     file = tmp_path / "choreographed.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:2]) + lines[2][: len(lines[2]) // 2])
-    steps = talker.core.num_steps
+    steps = talker.stats().num_steps
     assert run(talker, tmp_path) == whole
-    assert talker.core.num_steps > steps
-    steps = talker.core.num_steps
+    assert talker.stats().num_steps > steps
+    steps = talker.stats().num_steps
     assert run(talker, tmp_path) == whole
-    assert talker.core.num_steps == steps, "nothing is run twice"
+    assert talker.stats().num_steps == steps, "nothing is run twice"
     with pytest.raises(ConfigError, match="seed"):
         run(talker, tmp_path, seed=5)
     file.write_text("not JSON\n" + file.read_text())
@@ -135,7 +136,9 @@ def test_a_crowded_cache_fails_nobody(talker, tmp_path):
     condition = {"choreographed": Condition("choreographed")}
 
     def play(tokens):
-        engine = Engine(talker.core.hf_model, EngineConfig(cache=CacheConfig(capacity=tokens, poison_freed_pages=True)))
+        engine = Engine(
+            inspect(talker).hf_model, EngineConfig(cache=CacheConfig(capacity=tokens, poison_freed_pages=True))
+        )
         folder = RunDirectory(tmp_path / str(tokens), {})
         result = evaluate_conditions(
             engine, draft_and_answer, examples, condition, folder, sampling=SAMPLING, concurrency=4
@@ -168,14 +171,16 @@ def test_plans_come_from_the_baseline(talker, tmp_path):
     ],
 )
 def test_a_condition_that_cannot_run_is_refused_before_another_runs(talker, tmp_path, wrong, said):
-    steps = talker.core.num_steps
+    steps = talker.stats().num_steps
     with pytest.raises(ConfigError, match=said):
         run(talker, tmp_path, examples=MATH[:1], conditions=BOTH | {"wrong": wrong})
     with pytest.raises(ConfigError, match="depth"):
         list(
-            dry_run(talker.core.hf_model, find("single_call"), [], Condition("naive", {"depth": 1}), sampling=SAMPLING)
+            dry_run(
+                inspect(talker).hf_model, find("single_call"), [], Condition("naive", {"depth": 1}), sampling=SAMPLING
+            )
         )
-    assert talker.core.num_steps == steps
+    assert talker.stats().num_steps == steps
 
 
 def test_copies_of_a_stage_that_is_not_there_name_those_that_are(talker, tmp_path):

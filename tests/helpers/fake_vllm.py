@@ -18,6 +18,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from choreograph import Engine, Message, SamplingParams
 
+from .inspect_engine import inspect
+
 SAMPLING = [
     "temperature",
     "top_p",
@@ -214,7 +216,7 @@ class Completion:
     def step(self) -> dict[str, Any]:
         """Return what is new since the last step, after one step of the engine."""
         if not self.message.done and self.message.error is None:
-            self.server.engine.core.step()
+            self.server.engine.step()
         if self.message.error is not None:
             raise self.message.error
         progress = self.message.progress(self.num_chars, len(self.generated))
@@ -235,7 +237,7 @@ class Completion:
         return {"choices": [choice], "usage": None, **(self._finish(choice) if self.is_final else {})}
 
     def _finish(self, choice: dict[str, Any]) -> dict[str, Any]:
-        state, message = self.message._request.decode_state, self.message
+        state, message = inspect(self.message).decode_state, self.message
         choice["finish_reason"] = "stop" if message.finish_reason == "stop" else "length"
         if choice["finish_reason"] == "stop" and self.generated[-1] not in state.stop_tokens:
             choice["stop_reason"] = next(iter(state.sampling.stop), None)

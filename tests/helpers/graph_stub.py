@@ -10,6 +10,8 @@ from choreograph.models.compilation import cuda_graph as fixed
 from choreograph.models.compilation import cuda_graph as graphed
 from helpers import triton_reference
 
+from .inspect_engine import inspect
+
 
 @pytest.fixture
 def boards(monkeypatch):
@@ -38,7 +40,7 @@ def engine_with(
     config = EngineConfig(backend="triton", cache=CacheConfig(capacity=tokens, page_size=4, poison_freed_pages=True))
     engine = Engine.from_pretrained(model, config=config)
     if use_graphs:
-        adapter = engine.core.hf_model
+        adapter = inspect(engine).hf_model
         adapter.compiled = graphed.CudaGraphForward(adapter, sizes, capturer=run_again, use_compiler=through_compiler)
-    engine.core.model_runner.overlaps = overlap
+    inspect(engine).runner.overlaps = overlap
     return engine

@@ -13,6 +13,8 @@ from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.server.app import create_app
 from choreograph.server.server_config import ServerConfig
 
+from .inspect_engine import inspect
+
 
 @dataclass
 class LiveServer:
@@ -30,7 +32,7 @@ class LiveServer:
     def wait_until_idle(self, seconds: float = 20) -> None:
         """Wait until the engine has no request; fails if it takes too long."""
         service, end = self.app.state.service, time.monotonic() + seconds
-        while self.engine.core.scheduler.num_unfinished or service.thread.num_generations:
+        while inspect(self.engine).num_unfinished or service.thread.num_generations:
             assert time.monotonic() < end, "requests are still running"
             time.sleep(0.01)
 

@@ -5,12 +5,11 @@ import os
 import sys
 import time
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from choreograph.kv_cache.container import EntryInfo, Header
-from choreograph.layer_reuse.transport import Channel, receive_header, send_block, send_details, send_header
+from choreograph.layer_reuse.transport import Channel, receive_header, send_details, send_header
 
 CONTEXT = [5, 9, 17, 3, 44, 21, 8, 30, 2, 11]
 BELOW = [12, 13, 14]
@@ -79,11 +78,10 @@ def faulty(kind: str, facts: dict) -> None:
     send_header(channel, header)()
     if kind not in ("dies", "stalls", "flips a bit"):
         time.sleep(30)
-    tensors = [np.zeros((header.entries[0].num_tokens, size), np.uint8) for size in header.blocks[0].token_bytes]
-    block = header.seal(0, tensors)
+    frame = header.seal_frame(0, lambda kind, tensor: tensor.zero_())
     if kind == "flips a bit":
-        tensors[0][3, 5] ^= 1
-    send_block(channel, block)()
+        frame[5] ^= 1
+    channel.send(torch.from_numpy(frame))()
     if kind != "dies":
         time.sleep(30)
     os._exit(1)  # dies in the middle of a context

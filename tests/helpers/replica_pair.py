@@ -18,6 +18,8 @@ from choreograph.server.running_request import GenerationSpec
 from choreograph.server.server_config import ServerConfig
 from helpers.live_server import make_engine
 
+from .inspect_engine import inspect
+
 
 def message(seed, length=48):
     return Segment(tuple(np.random.default_rng(seed).integers(100, 5000, length).tolist()))
@@ -75,18 +77,18 @@ def _check_idle(service):
     service.engine.run_until_idle()  # the last tokens of answers
     service.engine.check()
     service.planner.store.check()
-    assert not service.engine.core.scheduler.num_unfinished, "a request never ends"
+    assert not inspect(service.engine).num_unfinished, "a request never ends"
     assert not any(workflow.num_active for workflow in service.planner.store.workflows), "a request was not closed"
 
 
 def evict_all(service):
     """Free the pages of everything that no request uses; runs in the engine's thread."""
-    core = service.engine.core
-    while core.scheduler.num_unfinished:  # the last tokens of an answer reference its context
-        core.step()
+    internals = inspect(service.engine)
+    while internals.num_unfinished:  # the last tokens of an answer reference its context
+        internals.step()
     for is_partial in (False, True):
-        for entry in core.cache_manager.evictable(partial=is_partial):
-            core.cache_manager.evict_entry(entry)
+        for entry in internals.cache_manager.evictable(partial=is_partial):
+            internals.cache_manager.evict_entry(entry)
 
 
 @asynccontextmanager

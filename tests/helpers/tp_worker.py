@@ -22,6 +22,8 @@ from choreograph.lab.training.trace import TracedCall
 from choreograph.layer_reuse.remote import RemoteSender, serve
 from choreograph.models import hf_model as adapter_module
 
+from .inspect_engine import inspect
+
 MODES = ("choreographed", "prefix", "naive")
 FAMILIES = ("llama", "qwen2", "gemma2")
 CACHE = CacheConfig(capacity=1024, page_size=4, poison_freed_pages=True)
@@ -105,7 +107,7 @@ def refusals(folder):
         "uneven plan": lambda: Engine.from_pretrained(llama, tp_plan=KEYS_WHOLE, dtype="float32", config=options()),
         "no plan": lambda: engine(folder, "gpt2"),
         "unknown plan": lambda: Engine.from_pretrained(llama, tp_plan="even"),
-        "one pass": lambda: forward_no_grad(one.core.hf_model, pack([TracedCall("", [1, 2], 0, generated=[3])])),
+        "one pass": lambda: forward_no_grad(inspect(one).hf_model, pack([TracedCall("", [1, 2], 0, generated=[3])])),
         "sender": lambda: serve(one, None, peer=0),
         "receiver": lambda: RemoteSender(one, 0),
         "options": lambda: engine(folder, "llama", config=options(backend=("sdpa", "reference")[dist.get_rank()])),
@@ -139,23 +141,23 @@ def sizes(folder):
         facts.kv_heads,
         facts.kv_bytes_per_token,
         facts.parameters,
-        one.core.cache_manager.pool.pages,
+        inspect(one).pool.pages,
     ]
 
 
 def choices(folder):
     """Logits that differ between the processes: of one row in two by much, of the first decode by being no numbers."""
     one = engine(folder, "llama")
-    forward, rank = one.core.hf_model.forward, dist.get_rank()
+    forward, rank = inspect(one).hf_model.forward, dist.get_rank()
 
     def noisy(*given):
         logits = forward(*given)
         return logits + rank * torch.randn(logits.shape) if len(logits) else logits
 
-    one.core.hf_model.forward = noisy
+    inspect(one).hf_model.forward = noisy
     found = graph(one, "choreographed")
     with one.session() as session:
-        one.core.hf_model.forward = lambda *given: forward(*given) * (float("nan") if rank == 0 else 1)
+        inspect(one).hf_model.forward = lambda *given: forward(*given) * (float("nan") if rank == 0 else 1)
         return found, error(lambda: session.decode([5], sampling=ways()[0]).tokens)
 
 
@@ -187,14 +189,14 @@ def death(folder):
     with one.session() as session:
         seen = session.decode([5], [session.prefill(CONTEXT)], sampling=ways()[0])
         known = seen.tokens
-        attend = one.core.model_runner.backend
+        attend = inspect(one).runner.backend
 
         def dying(*given):
             if dist.get_rank() == 1:
                 os._exit(0)
             return attend(*given)
 
-        one.core.model_runner.backend = dying
+        inspect(one).runner.backend = dying
         said = [error(lambda: session.decode([6], [seen], sampling=ways()[0]).tokens) for _ in range(2)]
         return known, *said
 

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from choreograph.api.kv_export import KVSnapshot
 from choreograph.errors import CacheFileError
 from choreograph.kv_cache.container import (
     CHECKSUM_BYTES,
@@ -23,9 +22,9 @@ from choreograph.kv_cache.container import (
     EntryInfo,
     Header,
     as_bytes,
-    as_tensor,
     read_header,
 )
+from choreograph.messages.kv_export import KVSnapshot
 
 FIX = "write it anew"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -95,7 +94,7 @@ def read(path):
 
 
 def to_raw(header, blocks):
-    return header.raw + b"".join(block.to_array().tobytes() for block in blocks)
+    return header.raw + b"".join(piece for block in blocks for piece in (*block.tensors, block.checksum))
 
 
 def assert_equal(result, expected):
@@ -122,10 +121,16 @@ def test_what_is_written_in_any_order_is_read_in_any_order(container, data, tmp_
     header, blocks = container
     path = write(tmp_path / "file", header, data.draw(st.permutations(blocks)))
     assert_equal(read(path), container)
+    with ContainerFile.open(path, FIX) as file:
+        assert_equal((header, file.read_all()), container)
     assert path.read_bytes() == to_raw(header, blocks)
     with ContainerFile.open(path, FIX) as file:  # some blocks only
         for number in data.draw(st.lists(st.sampled_from(range(len(blocks))), max_size=3) if blocks else st.just([])):
             assert_equal((header, [file.read(number)]), (header, [blocks[number]]))
+
+
+def copy_into(block, kind, tensor):
+    as_bytes(tensor)[:] = block.tensors[kind == "values"]
 
 
 @SETTINGS
@@ -138,6 +143,8 @@ def test_a_stream_is_read_in_pieces_as_a_file_is(container):
         piece, stream = stream[:size], stream[size:]
         return np.frombuffer(piece, np.uint8)
 
+    frames = [container[0].seal_frame(block.number, partial(copy_into, block)) for block in container[1]]
+    assert stream == container[0].raw + b"".join(frame.tobytes() for frame in frames)
     header = read_header(receive, "the stream", FIX)
     assert_equal((header, [header.read_block(receive, i) for i in range(len(header.blocks))]), container)
     assert not stream
@@ -153,7 +160,7 @@ def test_safetensors_reads_the_same_tensors(container, tmp_path):
         info = header.blocks[block.number]
         for kind, rows in zip(info.kinds, block.tensors, strict=True):
             name, shape = f"{info.entry}.{info.layer}.{kind}", header.entries[info.entry].shapes[info.layer, kind]
-            expected = as_tensor(rows, header.dtype, shape)
+            expected = header.as_tensor(info, kind, rows)
             assert tensors[name].dtype == header.dtype and tensors[name].shape == shape
             assert np.array_equal(as_bytes(tensors[name]), as_bytes(expected))
             names.remove(name)

@@ -5,16 +5,17 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from choreograph.config import CacheConfig, parse_capacity
 from choreograph.errors import CacheBusyError, CacheFullError, ConfigError
 from choreograph.events import EventBus
-from choreograph.kv_cache.eviction import EvictionHints
+from choreograph.kv_cache.hints import EvictionHints
 from choreograph.kv_cache.manager import KVCacheManager
 from choreograph.kv_cache.pool import KVPool
+from choreograph.kv_cache.prefetch import Prefetcher
 from choreograph.kv_cache.tiers import DiskTier, HostTier
 from choreograph.kv_cache.transfer import ThreadExecutor, Transfer, TransferError
 
@@ -99,6 +100,7 @@ def same(store: KVCacheManager, encoding, content) -> bool:
 
 @pytest.mark.parametrize("below", ["host", "disk"])
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), holes=st.integers(0, 3))
+@settings(deadline=None)
 def test_what_left_comes_back_bit_for_bit_wherever_its_pages_are(below, sizes, holes):
     store = make(pages=24, **{below: 64})
     apart = [store.allocate_entry([0], 0, (), capacity=1, owner=("call", 50 + i)) for i in range(2 * holes)]
@@ -204,7 +206,7 @@ def test_a_cancelled_transfer_rolls_back_and_what_nobody_holds_is_gone():
     mover = ManualMover()
     store = make(pages=4, host=8, mover=mover)
     entry, _ = whole(store, 8, "a")
-    entry.is_indexed = False
+    store._unregister(entry)
     with pytest.raises(CacheBusyError):
         store.allocate_entry([0] * 4, 0, (), capacity=4, owner=CALL)
     store.release(entry, MESSAGE)
@@ -238,7 +240,7 @@ def test_a_damaged_file_is_found_out(damage, tmp_path):
     store.load(entry)
     assert settle(store) == [entry] and entry.location == "dropped" and not entry.tier_copies
     expected = {"flip": "checksum of layer", "cut": "truncated", "gone": "No such file", "swapped": "another KV entry"}
-    assert expected.get(damage, "has no format, this version reads") in entry.lost_reason
+    assert expected.get(damage, "has no format, this version reads") in entry.storage.lost_reason
     assert store._events.counts["failed_transfer"] == 1
 
 
@@ -287,7 +289,8 @@ def test_what_varies_and_nobody_holds_gets_no_copy():
     store = make(pages=4, host=8, eviction="workflow")
     fixed, _ = whole(store, 4, "fixed", holder=None)
     suffix, _ = whole(store, 4, "suffix", holder=None)
-    fixed.agent_key = suffix.agent_key = "agent"
+    for entry in (fixed, suffix):
+        store.hints.set_agent(entry, "agent")
     store.hints.update("w", EvictionHints({b"fixed": 5.0}, ephemeral_groups=frozenset({"agent"})))
     fill(store, 4)
     assert store.lookup(b"suffix") is None and fixed.location == "device"
@@ -309,7 +312,8 @@ def test_what_varies_is_worth_something_while_a_message_names_it():
     store = make(pages=4, host=16, eviction="workflow")
     task, _ = whole(store, 4, "task")
     fixed, _ = whole(store, 4, "fixed", holder=None)
-    task.agent_key = fixed.agent_key = "agent"
+    for entry in (task, fixed):
+        store.hints.set_agent(entry, "agent")
     store.hints.update("w", EvictionHints({b"fixed": 3.0}, {b"task": 1.0}, frozenset({"agent"})))
     assert (store.hints.candidate(task).steps_to_execution, store.hints.candidate(task).ephemeral) == (1.0, False)
     fill(store, 4)
@@ -319,17 +323,18 @@ def test_what_varies_is_worth_something_while_a_message_names_it():
     store.check()
 
 
-def prefetch(store: KVCacheManager, name: bytes, max_loads: int) -> bool:
+def prefetch(prefetcher: Prefetcher, name: bytes, max_loads: int) -> bool:
     """Ask for a part, and return whether its load was started."""
-    before = store.offload_manager.num_loads
-    store.prefetcher.update("w", [name], max_loads)
-    store.prefetcher.run()
-    return store.offload_manager.num_loads > before
+    before = prefetcher._cache_manager.offload_manager.num_loads
+    prefetcher.update("w", [name], max_loads)
+    prefetcher.run()
+    return prefetcher._cache_manager.offload_manager.num_loads > before
 
 
 def test_a_prefetch_evicts_nothing_unless_enough_can_be_evicted():
     mover = ManualMover()
     store = make(pages=8, host=32, eviction="workflow", mover=mover)
+    prefetcher = Prefetcher(store, EventBus())
     large, _ = whole(store, 16, "large", holder=None)
     with pytest.raises(CacheBusyError):
         whole(store, 4, "x")
@@ -337,14 +342,14 @@ def test_a_prefetch_evicts_nothing_unless_enough_can_be_evicted():
     soon, _ = whole(store, 12, "soon", holder=None)
     late, _ = whole(store, 4, "late", holder=None)
     store.hints.update("w", EvictionHints({b"large": 1.0, b"soon": 1.0, b"late": 5.0}))
-    assert not prefetch(store, b"large", 4) and not mover.queue
+    assert not prefetch(prefetcher, b"large", 4) and not mover.queue
     assert (large.location, soon.location, late.location) == ("host", "device", "device")
-    assert not store.prefetcher.is_pending  # until pages become usable, or other parts are asked for
+    assert not prefetcher.is_pending  # until pages become usable, or other parts are asked for
     store.hints.update("w", EvictionHints({b"large": 1.0, b"soon": 6.0, b"late": 5.0}))
-    assert not prefetch(store, b"large", 4)  # the room is on its way
+    assert not prefetch(prefetcher, b"large", 4)  # the room is on its way
     mover.run(), store.poll_transfers()
     assert (soon.location, late.location) == ("host", "host")
-    assert store.prefetcher.is_pending and prefetch(store, b"large", 4)
+    assert prefetcher.is_pending and prefetch(prefetcher, b"large", 4)
     mover.run(), store.poll_transfers()
     store.check()
 
@@ -353,6 +358,7 @@ def test_a_prefetch_leaves_what_is_wanted_as_soon():
     """Else prompts that are wanted next would push each other out in turns."""
     mover = ManualMover()
     store = make(pages=4, host=32, eviction="workflow", mover=mover)
+    prefetcher = Prefetcher(store, EventBus())
     one, _ = whole(store, 8, "one", holder=None)
     with pytest.raises(CacheBusyError):
         whole(store, 4, "x")
@@ -361,7 +367,7 @@ def test_a_prefetch_leaves_what_is_wanted_as_soon():
     assert (one.location, two.location) == ("host", "device")
     store.acquire(one, MESSAGE), store.release(one, MESSAGE)  # used last: among equals the other one would go first
     store.hints.update("w", EvictionHints({b"one": 1.0, b"two": 1.0}))
-    assert not prefetch(store, b"one", 4) and not mover.queue and two.location == "device"
+    assert not prefetch(prefetcher, b"one", 4) and not mover.queue and two.location == "device"
 
 
 def test_a_copy_that_a_call_waits_for_stays_in_its_tier():
@@ -382,6 +388,7 @@ def test_a_copy_that_a_call_waits_for_stays_in_its_tier():
 def test_a_prefetch_takes_the_place_only_of_what_is_wanted_later():
     mover = ManualMover()
     store = make(pages=4, host=32, eviction="workflow", mover=mover)
+    prefetcher = Prefetcher(store, EventBus())
     early, _ = whole(store, 8, "early", holder=None)
     with pytest.raises(CacheBusyError):
         whole(store, 4, "x")
@@ -389,14 +396,14 @@ def test_a_prefetch_takes_the_place_only_of_what_is_wanted_later():
     late, _ = whole(store, 8, "late", holder=None)
     assert early.location == "host" and late.location == "device"
     store.hints.update("w", EvictionHints({b"early": 5.0, b"late": 2.0}))
-    assert not prefetch(store, b"early", 4) and not mover.queue
+    assert not prefetch(prefetcher, b"early", 4) and not mover.queue
     store.hints.update("w", EvictionHints({b"early": 1.0, b"late": 2.0}))
-    assert not prefetch(store, b"early", 4)  # the room is on its way
+    assert not prefetch(prefetcher, b"early", 4)  # the room is on its way
     mover.run(), store.poll_transfers()
     assert late.location == "host"
-    assert not prefetch(store, b"early", 0)  # a limit on loads at a time
-    assert prefetch(store, b"early", 1) and early.location == "loading"
-    assert not prefetch(store, b"early", 2)  # never two loads of one thing
+    assert not prefetch(prefetcher, b"early", 0)  # a limit on loads at a time
+    assert prefetch(prefetcher, b"early", 1) and early.location == "loading"
+    assert not prefetch(prefetcher, b"early", 2)  # never two loads of one thing
     mover.run(), store.poll_transfers()
     assert early.location == "device"
     store.check()

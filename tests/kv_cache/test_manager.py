@@ -146,47 +146,47 @@ def test_reads_cover_exactly_what_is_seen_across_scattered_pages():
 
 
 def test_prefix_tree_hangs_encodings_where_texts_part():
-    store, tree = make(pages=64), PrefixTree(Namespace())
+    store, tree, namespace = make(pages=64), PrefixTree(), Namespace()
     first = whole(store, [1, 2, 3, 4, 5], "first")
-    assert tree.insert(first, [])
+    assert tree.insert(namespace, first, [])
     second = whole(store, [9, 8], "second", start=3)
-    assert tree.insert(second, [1, 2, 3])
-    assert [(s.entry, s.token_start, s.num_tokens, s.position) for s in tree.match([1, 2, 3, 9, 8, 7])] == [
+    assert tree.insert(namespace, second, [1, 2, 3])
+    assert [(s.entry, s.token_start, s.num_tokens, s.position) for s in tree.match(namespace, [1, 2, 3, 9, 8, 7])] == [
         (first, 0, 3, 0),
         (second, 0, 2, 3),
     ]
-    assert sum(s.num_tokens for s in tree.match([1, 2, 3, 4, 9])) == 4
-    assert tree.match([2]) == []
+    assert sum(s.num_tokens for s in tree.match(namespace, [1, 2, 3, 4, 9])) == 4
+    assert tree.match(namespace, [2]) == []
     tree.check()
     repeat = whole(store, [4, 5, 6], "repeat", start=3)  # its first two tokens are known already
-    assert tree.insert(repeat, [1, 2, 3])
-    assert [(s.entry, s.token_start, s.num_tokens) for s in tree.match([1, 2, 3, 4, 5, 6])] == [
+    assert tree.insert(namespace, repeat, [1, 2, 3])
+    assert [(s.entry, s.token_start, s.num_tokens) for s in tree.match(namespace, [1, 2, 3, 4, 5, 6])] == [
         (first, 0, 5),
         (repeat, 2, 1),
     ]
-    assert not tree.insert(whole(store, [9], "nothing new", start=3), [1, 2, 3])
+    assert not tree.insert(namespace, whole(store, [9], "nothing new", start=3), [1, 2, 3])
     tree.check()
     for entry in (repeat, second, first):
         tree.remove(entry)
-    assert tree.match([1, 2, 3]) == []
+    assert tree.match(namespace, [1, 2, 3]) == []
     tree.check()
 
 
 def test_prefixes_hang_deeper_than_calls_may_nest():
     depth = 60
     store = make(pages=2 * depth)
-    store.prefix_tree("one", create=True)
+    tree, namespace = store.prefix_tree, Namespace()
     tokens = list(range(depth))
     chain = [whole(store, [token], str(token), start=token) for token in tokens]
     with limit_recursion(depth):
         for token, entry in enumerate(chain):
-            assert store.prefix_tree("one").insert(entry, tokens[:token])
-        assert [kv_slice.entry for kv_slice in store.prefix_tree("one").match([*tokens, 99])] == chain
-        descendants = list(store.prefix_tree("one").descendants(chain[0]))
+            assert tree.insert(namespace, entry, tokens[:token])
+        assert [kv_slice.entry for kv_slice in tree.match(namespace, [*tokens, 99])] == chain
+        descendants = list(tree.descendants(chain[0]))
         assert descendants == chain[1:] and all(entry.owners for entry in descendants)
         for entry in chain[1:]:
             store.release(entry, HOLDER)
-        assert not any(entry.owners for entry in store.prefix_tree("one").descendants(chain[0]))
+        assert not any(entry.owners for entry in tree.descendants(chain[0]))
         store._delete(chain[0])
     assert store.stats["num_free_pages"] == 2 * depth
     store.check()

@@ -3,6 +3,7 @@
 import pytest
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ def test_the_second_of_two_equal_headers_computes_one_row():
         root = session.prefill([1, 2, 3])
         branches = [session.decode([*BEGINNING, 3], [root], sampling=ways(i)) for i in range(3)]
         engine.step()
-        assert engine.core.num_batched_tokens == 3 + 7 + 2
+        assert engine.stats().num_batched_tokens == 3 + 7 + 2
         assert [b.usage.computed_tokens for b in branches] == [7, 1, 1]
         assert [b.usage.cached_tokens for b in branches] == [3, 9, 9]
         later = session.decode([*BEGINNING, 4], [root], sampling=ways(5))
@@ -112,7 +113,7 @@ def test_the_first_one_may_go_before_the_others_have_begun(when):
 
 def test_a_broken_step_borrows_again():
     engine = tiny_models.engine()
-    adapter = engine.core.hf_model
+    adapter = inspect(engine).hf_model
     healthy = adapter.forward
 
     def broken(*_):

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from helpers import model_variants
+from helpers.inspect_engine import inspect
 from helpers.model_configs import CONFIGS
 from helpers.model_variants import LAYERS
 from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
 from choreograph.errors import InvalidRequestError
-from choreograph.features.cross_model import LayerPattern
+from choreograph.layer_pattern import LayerPattern
 from choreograph.layer_reuse import ContextStore, context_hash
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
@@ -51,10 +52,9 @@ def test_what_was_stored_outlives_its_session(engine):
             name = store.store_kv(context)
             assert store.store_hidden(context) == (2,) and store.store_kv(context) == name
             expected = [
-                engine.core.cache_manager.pool.export_layer(layer, context._request.entry.slots)
-                for layer in range(LAYERS)
+                inspect(engine).pool.export_layer(layer, inspect(context).entry.slots) for layer in range(LAYERS)
             ]
-            inputs = engine.core.cache_manager.pool.hidden[2][context._request.entry.slots]
+            inputs = inspect(engine).pool.hidden[2][inspect(context).entry.slots]
         for layer, pair in enumerate(expected):
             assert all(map(torch.equal, store.fetch_kv(name, "base", layer), pair))
         assert torch.equal(store.fetch_hidden(name, "base", 2), inputs)
@@ -137,7 +137,7 @@ def test_what_is_stored_is_encoded(engine):
     with ContextStore(engine) as store, engine.session() as session:
         said = session.decode([7], [session.prefill(CONTEXT)], sampling=GREEDY)
         name = store.store_kv(said)
-        assert said._request.entry.is_complete and store.context(name, "base")._request.entry.is_complete
+        assert inspect(said).entry.is_complete and inspect(store.context(name, "base")).entry.is_complete
 
 
 def test_a_long_talk_has_a_name(engine):

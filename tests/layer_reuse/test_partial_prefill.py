@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import model_variants
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import default_placements, graphs, positions
 from helpers.model_configs import CONFIGS
 from helpers.model_variants import LAYERS
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.api.kv_export import copy_kv
 from choreograph.errors import (
     ConfigError,
     InvalidPositionError,
@@ -24,8 +24,12 @@ from choreograph.errors import (
     ModelError,
     RequestFailedError,
 )
-from choreograph.features.cross_model import LayerPattern
+from choreograph.features.layer_variants import prefill_layers, restrict_layers
+from choreograph.features.other_models import ModelVariant
+from choreograph.kv_cache.entry import EntryLayers
 from choreograph.kv_cache.tiers import TransferOps
+from choreograph.layer_pattern import LayerPattern
+from choreograph.messages.kv_export import copy_kv
 from choreograph.request.request import RequestState
 
 HEARD = SamplingParams(logprobs=0)
@@ -97,7 +101,7 @@ def test_in_another_context_it_equals_the_oracle(nodes, pattern, step, data):
     with engine.session() as session, engine.session(model="math") as own:
         messages, read = talk(session, nodes, "base"), []
         for number, start in zip(order, starts, strict=True):
-            read.append(own._variants.prefill_layers(messages[number], read, None, start))
+            read.append(prefill_layers(own, messages[number], read, None, start))
         result = values(own.decode([7, 8], read, forced_tokens=[1, 2, 3], sampling=HEARD))
         engine.run_until_idle()
         engine.check()
@@ -120,7 +124,7 @@ def test_in_another_context_it_equals_the_oracle(nodes, pattern, step, data):
 def test_a_source_that_does_not_arrive_ends_in_computing_all_layers(fails_at):
     engine = model_variants.engine(step=3)
     engine.enable_layer_reuse("math", pattern=(1, 2, 3))
-    core, fails = engine.core, threading.Event()
+    fails = threading.Event()
 
     def fail(*_):
         fails.wait(0.2 if fails_at == "inputs" else 60)  # the step waits for inputs
@@ -128,19 +132,19 @@ def test_a_source_that_does_not_arrive_ends_in_computing_all_layers(fails_at):
 
     with engine.session() as session, engine.session(model="math") as own:
         sent = session.prefill(CONTEXT).wait_encoded()
-        snapshot = copy_kv(core, sent._request, with_inputs=True)
+        snapshot = copy_kv(inspect(engine).core, inspect(sent).request, with_inputs=True)
 
         def load(pool, entry):
-            entry.cached_hidden_layers = frozenset(snapshot.inputs)
+            entry.layers = EntryLayers(hidden=frozenset(snapshot.inputs))
             for layer, states in snapshot.inputs.items():
                 pool.hidden[layer][entry.slots] = states
             return TransferOps(fail, fail if fails_at == "inputs" else lambda: None, inputs_first=True)
 
-        received = session._variants.import_encoded(CONTEXT, snapshot, load)
-        made, equal = (own._variants.prefill_layers(received, [], None, None) for _ in range(2))
-        core.step(wait=False)
-        assert made.computed_layers == (0, 2) and made._request.state is RequestState.RUNNING
-        assert made._request.entry.num_computed_tokens == (0 if fails_at == "inputs" else 3)
+        received = session.import_encoded(CONTEXT, snapshot, load)
+        made, equal = (prefill_layers(own, received, [], None, None) for _ in range(2))
+        inspect(engine).step(wait=False)
+        assert made.computed_layers == (0, 2) and inspect(made).state is RequestState.RUNNING
+        assert inspect(made).entry.num_computed_tokens == (0 if fails_at == "inputs" else 3)
         fails.set()
         tokens = own.decode([7, 8], [made], sampling=GREEDY).tokens
         assert made.computed_layers is None
@@ -149,7 +153,7 @@ def test_a_source_that_does_not_arrive_ends_in_computing_all_layers(fails_at):
             own.decode([7, 8], [equal], sampling=GREEDY).result()
         engine.run_until_idle()
         engine.check()
-        assert not core.scheduler.num_unfinished
+        assert not inspect(engine).num_unfinished
 
 
 @pytest.mark.parametrize("shares_entry", [False, True])
@@ -162,12 +166,12 @@ def test_a_failed_source_is_not_reused(shares_entry, monkeypatch):
 
     with engine.session() as session, engine.session(model="math") as own:
         sent = [session.prefill(CONTEXT) for _ in range(1 + shares_entry)][-1]
-        made = own._variants.prefill_layers(sent, [], None, None)
+        made = prefill_layers(own, sent, [], None, None)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.core.model_runner, "forward", fail)
+            patch.setattr(inspect(engine).runner, "forward", fail)
             engine.step()
         if shares_entry:  # `sent` was found in the cache; all layers of `made` are computed
-            assert sent._request.entry.error is not None
+            assert inspect(sent).entry.error is not None
             assert own.decode([7, 8], [made], sampling=GREEDY).tokens == (
                 own.decode([7, 8], [own.prefill(CONTEXT)], sampling=GREEDY).tokens
             )
@@ -177,7 +181,7 @@ def test_a_failed_source_is_not_reused(shares_entry, monkeypatch):
                 made.wait_encoded()
         engine.run_until_idle()
         engine.check()
-        assert not engine.core.scheduler.num_unfinished
+        assert not inspect(engine).num_unfinished
 
 
 def test_in_another_context_it_has_positions_labels_and_leaks():
@@ -187,8 +191,8 @@ def test_in_another_context_it_has_positions_labels_and_leaks():
         secret = session.prefill([30, 31, 32], labels={"secret"})
         sent = session.prefill(CONTEXT, [secret])
         with pytest.raises(InvalidPositionError, match="past the model's last one"):
-            own._variants.prefill_layers(sent, [], None, engine.model_info.max_positions - 2)
-        made = own._variants.prefill_layers(sent, [], None, 2)
+            prefill_layers(own, sent, [], None, engine.model_info.max_positions - 2)
+        made = prefill_layers(own, sent, [], None, 2)
         answer = own.decode([7], [made], sampling=GREEDY)
         assert made.labels == answer.labels == {"secret"}
         (parent,) = answer.explain().parents
@@ -227,7 +231,7 @@ def test_all_layers_is_its_own_prefill_and_none_is_the_senders():
 def test_only_layers_that_are_computed_take_room():
     engine = model_variants.engine()
     engine.enable_layer_reuse("math", pattern=[1, 3, 4])
-    store = engine.core.cache_manager
+    store = inspect(engine).cache_manager
     with engine.session() as session:
         text = session.prefill(CONTEXT).wait_encoded()
         before = store.pool.free_pages
@@ -270,7 +274,7 @@ def test_room_that_memory_does_not_have_is_refused_and_changes_nothing():
     engine = model_variants.engine()
     with pytest.raises(ConfigError, match="not enough memory"):
         engine.enable_layer_reuse("math", pattern=[1, 3, 4], capacity=1 << 40)
-    arena = engine.core.cache_manager.pool
+    arena = inspect(engine).pool
     assert not (arena.num_pages(partial=True) or arena.partial_layers or arena.hidden)
     engine.enable_layer_reuse("math", pattern=[1, 3, 4], capacity=64)
     assert arena.num_pages(partial=True) == 16
@@ -290,22 +294,22 @@ def test_a_family_that_cannot_share_is_refused_and_nothing_changes():
     engine = Engine.from_pretrained(falcon[0], config=config, models={"other": falcon[1]})
     with pytest.raises(ModelError, match="cannot take part in layer reuse"):
         engine.enable_layer_reuse("other", pattern=[0, 1, 2])
-    arena = engine.core.cache_manager.pool
+    arena = inspect(engine).pool
     assert not (
-        arena.num_pages(partial=True) or arena.partial_layers or arena.hidden or engine.core.cross_model_reuse.pairs
+        arena.num_pages(partial=True) or arena.partial_layers or arena.hidden or inspect(engine).layer_reuse_pairs
     )
 
 
 def test_its_own_inputs_give_its_own_keys():
     engine = model_variants.engine()
     engine.enable_layer_reuse("math", pattern=[1, 2, 4])
-    store = engine.core.cache_manager
+    store = inspect(engine).cache_manager
     with engine.session() as session:
         text, own = session.prefill(CONTEXT), session.prefill(CONTEXT, model="math")
-        sent, wanted = text.wait_encoded()._request.entry, own.wait_encoded()._request.entry
+        sent, wanted = inspect(text.wait_encoded()).entry, inspect(own.wait_encoded()).entry
         store.pool.hidden[2][sent.slots] = store.pool.hidden[2][wanted.slots]
         session.decode([7], [text], model="math", kv_reuse="partial", sampling=GREEDY).result()
-        made = text.variants["math", "partial"]._request.entry
+        made = inspect(text.variants["math", "partial"]).entry
         for layer in (0, 2, 3):
             result, expected = (store.pool.export_layer(layer, e.slots) for e in (made, wanted))
             for one, other in zip(result, expected, strict=True):
@@ -349,7 +353,7 @@ def test_short_memory_changes_nothing(room, band, release):
     assert "recomputing" in events or "evicted" in events
     tight.clear_cache()
     tight.check()
-    assert tight.core.cache_manager.pool.num_free(partial=True) == tight.core.cache_manager.pool.num_pages(partial=True)
+    assert inspect(tight).pool.num_free(partial=True) == inspect(tight).pool.num_pages(partial=True)
 
 
 def test_what_kept_no_inputs_is_computed_whole():
@@ -399,7 +403,7 @@ def test_a_version_seen_in_fewer_layers_is_the_partial_prefill_of_those(first, e
     part = LayerPattern.from_triplet(0, first, max(end, first + 1))
     with engine.session() as session:
         text = session.prefill([3, 4], [session.prefill(CONTEXT)])
-        narrow = session._variants.restrict_layers(text, session.partial_prefill(text, whole, model="math"), part)
+        narrow = restrict_layers(session, text, session.partial_prefill(text, whole, model="math"), part)
         said = [
             session.decode([7], [seen], model="math", sampling=GREEDY)
             for seen in (narrow, session.partial_prefill(text, part, model="math"))
@@ -548,7 +552,9 @@ def test_what_the_band_cannot_hold_is_computed_whole():
         second = session.prefill(CONTEXT[:3], [first])
         third = session.prefill(CONTEXT * 2)
         said = session.decode([7], [first, second, third], model="math", kv_reuse="partial", sampling=GREEDY)
-        assert said.result() and [m.variants["math", "partial"].computed_layers for m in (second, third)] == [
+        assert said.result() and [
+            m.variants[ModelVariant("math", "partial")].computed_layers for m in (second, third)
+        ] == [
             None,
             None,
         ]

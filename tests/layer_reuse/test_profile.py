@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.char_tokenizer import tokenizer
+from helpers.inspect_engine import inspect
 from helpers.model_variants import LAYERS
 from rich.console import Console
 from typer.testing import CliRunner
@@ -17,7 +18,7 @@ from benchmarks.reuse_figures import draw_figures, profile_top_layers, transfer_
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.cli.main import app
 from choreograph.errors import ConfigError, DataError, ModelError
-from choreograph.features.cross_model import EngineLoad, LayerPattern, TransferLoad
+from choreograph.features.other_models import EngineLoad, TransferLoad
 from choreograph.lab.profiling.profiler import (
     PairContext,
     ProfileConfig,
@@ -31,6 +32,7 @@ from choreograph.lab.profiling.profiler import (
     profiled_patterns,
     time_patterns,
 )
+from choreograph.layer_pattern import LayerPattern
 from choreograph.layer_reuse import (
     LatencyAwareSelector,
     ParetoPoint,
@@ -126,7 +128,7 @@ def test_a_cell_is_what_its_pattern_serves(engine, tmp_path, every):
     with pytest.raises(ConfigError, match="same id"):
         profile_pair(engine, "math", [*ASKED, ASKED[0]], tmp_path, config=setting)
     choice = enable_profiled_reuse(engine, result, "math", times=ServiceTimes(0.01), max_loss=1e9)
-    assert LayerPattern() in choice.patterns and ("math", "base") in engine.core.cross_model_reuse.pairs
+    assert LayerPattern() in choice.patterns and ("math", "base") in inspect(engine).layer_reuse_pairs
     with pytest.raises(ConfigError, match="receiver='base' is not the receiver"):
         enable_profiled_reuse(engine, result, "base", "math", times=ServiceTimes(0.01))
     with pytest.raises(ModelError, match="'nobody' does not compute here"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from helpers import model_variants
+from helpers.inspect_engine import inspect
 from helpers.remote_worker import BELOW, CONTEXT, join
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
@@ -212,7 +213,7 @@ def test_another_family_is_refused(tmp_path):
         pytest.raises(ModelError, match="layers: 5 and 6; tokenizer: None and other"),
     ):
         RemoteSender(engine, 0, timeout=20)
-    assert not engine.core.model_set.remote
+    assert not inspect(engine).model_set.remote
 
 
 @pytest.mark.parametrize("mode", ["prefix", "naive"])

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from helpers import model_variants, tiny_models
+from helpers.inspect_engine import inspect
 from helpers.model_variants import LAYERS
 from helpers.pipe import Pipe
 from helpers.remote_worker import CONTEXT
@@ -70,11 +71,11 @@ def test_it_computes_from_the_hidden_states_before_any_key_has_arrived():
     with linked(engine, frames=INFO_FRAMES + REPLY_FRAMES + 1) as (link, pipe), engine.session() as session:
         engine.enable_layer_reuse("base", "writer", pattern=PATTERN)
         seen = link.partial_prefill(session, CONTEXT)
-        entry = seen.result()._request.entry
+        entry = inspect(seen.result()).entry
         assert entry.is_complete and seen.computed_layers == (0, 2, 3)
         assert (
             pipe.sent[-1] == len(CONTEXT) * TOKEN_BYTES["inputs"] + CHECKSUM_BYTES
-            and seen._request.source.entry.location == "loading"
+            and inspect(seen).source_entry.location == "loading"
         )
         pipe.allow(None)
         assert values(session.decode([7], [seen], sampling=GREEDY)) == pytest.approx(local(CONTEXT), abs=1e-5)
@@ -93,7 +94,7 @@ def test_several_contexts_are_requested_before_one_has_arrived():
         said = [session.decode([7], [one], sampling=GREEDY) for one in seen]
         talk = session.decode([1], sampling=SamplingParams(max_tokens=3, ignore_eos=True)).result()
         assert talk.tokens, "others are served meanwhile"
-        assert [one._request.source.entry.location for one in seen] == ["loading"] * 3
+        assert [inspect(one).source_entry.location for one in seen] == ["loading"] * 3
         assert len(pipe.sent) == INFO_FRAMES
         pipe.allow(None)
         for one, context in zip(said, CONTEXTS, strict=True):
@@ -145,7 +146,7 @@ def test_the_receiver_is_any_model_and_two_links_load_at_once():
         arrived = quick.partial_prefill(session, CONTEXT, model="math")
         said = session.decode([7], [arrived], model="math", sampling=GREEDY)
         assert values(said) == pytest.approx(local(CONTEXT), abs=1e-5)
-        assert waiting.model == "math" and waiting._request.source.entry.location == "loading"
+        assert waiting.model == "math" and inspect(waiting).source_entry.location == "loading"
         gate.allow(None)
         said = session.decode([7], [waiting], model="math", sampling=GREEDY)
         assert values(said) == pytest.approx(local(CONTEXTS[1]), abs=1e-5)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import Node, default_placements, graphs
 from helpers.model_configs import BARE, CONFIGS, LONG, POSITIONS, SHAPE, VOCABULARY, WIDE
 from helpers.oracle_families import brute_force
@@ -226,7 +227,7 @@ def test_learned_positions_stay_at_home_and_say_why(name):
             moved.result()
         there = session.decode([1], [same], offsets=[40], new_offset=50, sampling=GREEDY).output_token_ids
         here = session.decode([1], [first], sampling=GREEDY).output_token_ids
-        assert same._request.entry is not first._request.entry
+        assert inspect(same).entry is not inspect(first).entry
         assert len(here) == len(there) == GREEDY.max_tokens
         copy = first.export_kv()
         with pytest.raises(InvalidPositionError, match=r"computed at position 0, not 60, and .* has learned positions"):

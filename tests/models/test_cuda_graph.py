@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.graph_stub import boards, engine_with, run_again  # noqa: F401
+from helpers.inspect_engine import inspect
 from helpers.model_configs import CONFIGS
 from transformers import AutoModelForCausalLM
 
@@ -33,7 +34,7 @@ def talk(engine: Engine, seed: int = 3) -> list[list[int]]:
 def test_recorded_steps_equal_eager_ones():
     plain, recorded = (engine_with(tiny_models.model(), use_graphs=one) for one in (False, True))
     assert talk(recorded) == talk(plain)
-    sizes = {size for _, size, _ in recorded.core.hf_model.compiled._graphs}
+    sizes = {size for _, size, _ in inspect(recorded).compiled._graphs}
     assert len(sizes) > 1, "works of one size only"
 
 
@@ -49,9 +50,9 @@ def test_the_compilers_graph_is_what_is_recorded():
     """One trace for all numbers of rows: it is made of two, and serves three to eight as well."""
     plain = engine_with(tiny_models.model(), use_graphs=False)
     recorded = engine_with(tiny_models.model(), use_graphs=True, through_compiler=True, sizes=(1, 2, 4, 8))
-    assert recorded.core.hf_model.compiled.sizes == (2, 4, 8)  # a trace of one row would serve no others
+    assert inspect(recorded).compiled.sizes == (2, 4, 8)  # a trace of one row would serve no others
     assert talk(recorded) == talk(plain)
-    assert recorded.core.hf_model.compiled.capture_error is None
+    assert inspect(recorded).compiled.capture_error is None
 
 
 def test_engines_over_one_model_share_its_trace_and_those_over_a_copy_do_not():
@@ -61,7 +62,7 @@ def test_engines_over_one_model_share_its_trace_and_those_over_a_copy_do_not():
     engines = [engine_with(one, use_graphs=True, through_compiler=True) for one in (model, model, twin)]
     for engine, one in zip(engines, (model, model, twin), strict=True):
         assert talk(engine) == talk(engine_with(one, use_graphs=False))
-    first, second, other = (engine.core.hf_model.compiled._compiled[False] for engine in engines)
+    first, second, other = (inspect(engine).compiled._compiled[False] for engine in engines)
     assert first is second is not other
 
 
@@ -88,7 +89,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so():
         raise RuntimeError("operation not permitted when stream is capturing")
 
     engine = engine_with(tiny_models.model(), use_graphs=False)
-    adapter = engine.core.hf_model
+    adapter = inspect(engine).hf_model
     adapter.compiled = graphed.CudaGraphForward(adapter, (2, 4, 8), capturer=broken, use_compiler=False)
     with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
         said = talk(engine)
@@ -100,4 +101,4 @@ def test_a_step_of_too_much_work_runs_eagerly(monkeypatch):
     monkeypatch.setattr(fixed, "NUM_SIZE_BUCKETS", 1)
     recorded = engine_with(tiny_models.model(), use_graphs=True)
     assert talk(recorded) == talk(engine_with(tiny_models.model(), use_graphs=False))
-    assert {size for _, size, _ in recorded.core.hf_model.compiled._graphs} <= {0}
+    assert {size for _, size, _ in inspect(recorded).compiled._graphs} <= {0}

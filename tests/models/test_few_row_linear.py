@@ -5,6 +5,7 @@ import torch
 import torch._inductor.config
 from helpers import tiny_models
 from helpers.graph_stub import boards, engine_with  # noqa: F401
+from helpers.inspect_engine import inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -102,5 +103,5 @@ def test_graphs_of_few_rows_are_fused_and_say_the_same(build, expected, monkeypa
     with torch._inductor.config.patch(force_disable_caches=True):  # else the pass might not run
         fused = engine_with(build(), use_graphs=True, through_compiler=True)
         assert answers(fused) == answers(engine_with(build(), use_graphs=False))
-    assert fused.core.hf_model.compiled.capture_error is None
+    assert inspect(fused).compiled.capture_error is None
     assert counts == expected

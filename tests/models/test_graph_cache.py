@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import stored_graphs, tiny_models
+from helpers.inspect_engine import inspect
 from test_packed_linear import needs_kernel
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
@@ -32,7 +33,7 @@ def bfloat16_engine(seed: int) -> Engine:
 
 
 def graphs_of(engine: Engine) -> dict:
-    return engine.core.hf_model.compiled._graphs
+    return inspect(engine).compiled._graphs
 
 
 @needs_kernel
@@ -61,13 +62,13 @@ def logprobs_of(engine: Engine) -> list[float]:
 @needs_kernel
 def test_a_loaded_graph_equals_a_traced_one_and_a_damaged_one_is_traced_again(folder, caplog):
     traced = bfloat16_engine(seed=1)
-    traced.core.hf_model.compiled._stores_graphs = False
+    inspect(traced).compiled._stores_graphs = False
     expected = logprobs_of(traced)
     assert not isinstance(graphs_of(traced)[4], LoadedGraph)
     assert logprobs_of(bfloat16_engine(seed=0)) != expected
     (note,), (artifact,) = folder.glob("*.json"), folder.glob("*.graph")
     engine = bfloat16_engine(seed=1)  # loads the graph of the other weights
-    file = GraphFile(note, engine.core.hf_model.model)
+    file = GraphFile(note, inspect(engine).model)
     assert isinstance(file.load(), LoadedGraph)
     assert logprobs_of(engine) == expected
     assert len(list(folder.iterdir())) == 2
@@ -208,7 +209,7 @@ def test_inductor_does_not_load_code_for_other_instructions(monkeypatch, tmp_pat
 @pytest.mark.parametrize("packs", [False, True])
 def test_graphs_are_traced_with_that_cache(monkeypatch, packs):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    with bfloat16_engine(seed=1).core.hf_model.compiled._tracing(packs):
+    with inspect(bfloat16_engine(seed=1)).compiled._tracing(packs):
         assert "ATEN_CPU_CAPABILITY=avx2" in torch.compiler.config.cache_key_tag
     assert torch.compiler.config.cache_key_tag == ""
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lora import save_adapter
@@ -131,7 +132,7 @@ class TokenMixer(_TokenMixer):
 def test_compiled_steps_equal_eager_ones_and_call_the_kernel_once_per_group():
     engine = int4_engine(compile=True)
     engine.warm_up()
-    before, hf_model = engine.stats().num_steps, engine.core.hf_model
+    before, hf_model = engine.stats().num_steps, inspect(engine).hf_model
     with profile() as profiled:
         tokens_of(engine, 3)
     # the logits, since some of the best tokens are nearly equal in bfloat16
@@ -149,7 +150,7 @@ def test_the_bundled_model_takes_less_memory():
     engine = Engine.from_pretrained(
         dtype="bfloat16", config=EngineConfig(cache=CacheConfig(capacity=256), quantization="int4")
     )
-    model = engine.core.hf_model.model
+    model = inspect(engine).model
     size = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "embed" not in name)
     count = sum(layer.in_features * layer.out_features for layer in model.modules() if isinstance(layer, Int4Linear))
     assert 0.62 < size / count < 0.65  # bytes per weight, with scales, minimums and norms

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
 from helpers.model_configs import CONFIGS
 from helpers.recursion_limit import limit_recursion
@@ -83,7 +84,7 @@ def test_merged_and_unmerged_agree(engine, merged, mode, name):
 
 def test_several_adapters_share_a_step(engine, merged):
     engine.clear_cache()
-    before = engine.core.num_steps
+    before = engine.stats().num_steps
     with engine.session() as session:
         each = {name: debate(session, model=name) for name in (*MODELS, *MODELS[::-1])}
         engine.run_until_idle()
@@ -92,7 +93,7 @@ def test_several_adapters_share_a_step(engine, merged):
         with merged[name].session() as session:
             alone[name] = debate(session)
             merged[name].run_until_idle()
-    assert engine.core.num_steps - before <= 20, "six debates in the steps of one"
+    assert engine.stats().num_steps - before <= 20, "six debates in the steps of one"
     for name, messages in each.items():
         assert [m.tokens for m in messages] == [m.tokens for m in alone[name]]
     assert len({tuple(messages[-1].tokens) for messages in each.values()}) == 3, "the adapters differ"
@@ -162,13 +163,13 @@ def test_two_names_of_one_adapter_share_what_they_encode(engine, folders):
 def test_calls_on_what_others_still_decode_run_together(engine, merged):
     """Eight drafts by one model, each read by another: nothing is waited for when it is submitted."""
     engine.clear_cache()
-    before = engine.core.num_steps
+    before = engine.stats().num_steps
     with engine.session() as session, merged["b"].session() as other:
         drafts = [session.decode([i], sampling=GREEDY, model="a") for i in range(8)]
         notes = [session.decode([20], [d], sampling=GREEDY, model="b") for d in drafts]
         drafts[0].release()
         engine.run_until_idle()
-        assert engine.core.num_steps - before <= 20
+        assert engine.stats().num_steps - before <= 20
         for draft, note in list(zip(drafts, notes, strict=True))[1:]:
             told = other.prefill(draft.tokens)
             expected = other.decode([20], [told], sampling=GREEDY)
@@ -231,7 +232,7 @@ def test_of_an_adapter_on_the_hub_safetensors_alone_are_read(folders, monkeypatc
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     engine = serve({"x": "somebody/adapter", "a": folders["a"]})
     assert asked == ["somebody/adapter/adapter_config.json", "somebody/adapter/adapter_model.safetensors"]
-    assert engine.core.model_set.fingerprint("x") == engine.core.model_set.fingerprint("a")
+    assert inspect(engine).model_set.fingerprint("x") == inspect(engine).model_set.fingerprint("a")
     with pytest.raises(ModelError, match=r"holds no adapter_model\.safetensors"):
         engine.add_adapter("y", "somebody/pickled")
 
@@ -330,7 +331,7 @@ def test_options_of_another_peft_are_refused_by_name(tmp_path, recwarn, option, 
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {option: value}))
     if is_served:
-        assert "x" in serve({"x": folder}).core.hf_model.adapters
+        assert "x" in inspect(serve({"x": folder})).hf_model.adapters
     else:
         with pytest.raises(ModelError, match=rf"{option}=.* is not served"):
             serve({"x": folder})
@@ -391,7 +392,7 @@ def test_a_copy_goes_back_to_the_model_that_made_it(engine):
 
 @pytest.mark.parametrize(("receiver", "sender"), [("a", "base"), ("base", "a"), ("b", "a")])
 def test_an_adapter_shares_in_part_as_a_model_of_its_own_would(folders, merged, receiver, sender):
-    models = {name: merged[name].core.hf_model.model for name in folders}
+    models = {name: inspect(merged[name]).model for name in folders}
     result = []
     for engine in (serve(folders), Engine.from_pretrained(tiny_models.build(), models=models)):
         engine.enable_layer_reuse(receiver, sender, pattern=[0, 1, 2])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import model_variants, tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ def test_a_model_that_changed_little_is_another_one():
     with torch.no_grad():
         weight.view(-1)[1] += 1.0  # between two samples
     engine.add_model("near", near)
-    family = engine.core.model_set
+    family = inspect(engine).model_set
     assert family.fingerprint("near") != family.fingerprint("base") == family.fingerprint("twin")
 
 
@@ -121,7 +122,7 @@ def test_a_model_can_be_taken_away_when_nobody_holds_what_it_made():
         with pytest.raises(ConfigError, match="in use"):
             engine.remove_model("math")
     engine.remove_model("math")
-    assert engine.models == ("base", "twin") and not engine.core.cross_model_reuse.pairs
+    assert engine.models == ("base", "twin") and not inspect(engine).layer_reuse_pairs
     with pytest.raises(ConfigError, match="model 'math'"):
         engine.remove_model("math")
     engine.add_model("math", model_variants.finetuned())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -296,7 +297,7 @@ def test_without_the_kernel_graphs_are_frozen(monkeypatch):
 
     monkeypatch.setattr(torch_compile, "load_kernel", unavailable)
     engine = compiled_engine()
-    assert engine.core.hf_model.compiled._packed_layers == []
+    assert inspect(engine).compiled._packed_layers == []
     assert len(tokens_of(engine)) == 9
 
 
@@ -330,13 +331,13 @@ def test_a_graph_that_is_traced_by_two_tokens_without_logits_serves_others(monke
         assert first.done
         branches = [session.decode([30 + i], [first], max_tokens=2) for i in range(17)]
         assert all(len(branch.tokens) == 3 for branch in branches)
-    assert set(engine.core.hf_model.compiled._graphs) <= {1, "few"}
+    assert set(inspect(engine).compiled._graphs) <= {1, "few"}
 
 
 @needs_kernel
 def test_with_amx_only_small_steps_use_the_kernel(monkeypatch):
     monkeypatch.setattr(torch_compile, "cpu_flags", lambda: "avx512_bf16 amx_bf16")
-    compiled = compiled_engine().core.hf_model.compiled
+    compiled = inspect(compiled_engine()).compiled
     assert [compiled._is_packed(size) for size in (1, 8, 16, None)] == [True, True, False, False]
 
 

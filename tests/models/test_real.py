@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import Node, default_placements
 from helpers.oracle_families import brute_force
 
@@ -45,7 +46,7 @@ def tokens_of(engine: Engine, count: int) -> list[int]:
 
 
 def generated(engine: Engine, prompt: list[int], count: int) -> list[int]:
-    model, ids = engine.core.hf_model.model, torch.tensor([prompt])
+    model, ids = inspect(engine).model, torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(
             ids,
@@ -95,7 +96,7 @@ def test_moved_reordered_and_overlapping_messages_equal_brute_force(engine):
                 every = SamplingParams(logprobs=20)
                 messages.append(session.decode(node.tokens, **place, sampling=every, forced_tokens=node.generated))
         got = messages[-1].logprobs
-    truth = brute_force(engine.core.hf_model.model, nodes, default_placements(nodes), exact=False)[-1]
+    truth = brute_force(inspect(engine).model, nodes, default_placements(nodes), exact=False)[-1]
     for i, one in enumerate(got):
         row = truth[len(nodes[-1].tokens) + i - 1]
         for token, value in one.top.items():
@@ -126,10 +127,10 @@ def test_a_model_works_to_its_last_position(engine):
         pytest.skip("its longest context takes too long here")
     prompt = tokens_of(engine, facts.max_positions - 6)
     config = EngineConfig(cache=CacheConfig(capacity=facts.max_positions + 64))
-    long = Engine.from_pretrained(engine.core.hf_model.model, config=config)
+    long = Engine.from_pretrained(inspect(engine).model, config=config)
     with torch.inference_mode():
         ids = torch.tensor([prompt])
-        expected = engine.core.hf_model.model(ids, logits_to_keep=1, use_cache=False).logits[0, -1].log_softmax(-1)
+        expected = inspect(engine).model(ids, logits_to_keep=1, use_cache=False).logits[0, -1].log_softmax(-1)
     with long.session() as session:
         half = len(prompt) // 2
         first = session.prefill(prompt[:half])

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.models.compilation import torch_compile
@@ -34,7 +35,7 @@ def test_compiled_steps_equal_eager_ones():
 
 def test_compiled_steps_without_inductors_private_options(monkeypatch):
     engine = Engine.from_pretrained(tiny_models.model(), config=EngineConfig(cache=CacheConfig(capacity=1024)))
-    hf_model = engine.core.hf_model
+    hf_model = inspect(engine).hf_model
     with monkeypatch.context() as patch:
         if hasattr(torch, "_inductor"):
             patch.delattr("torch._inductor.config", raising=False)
@@ -50,7 +51,7 @@ def test_one_graph_serves_larger_batches_of_any_size():
     """It is traced with as many logits as tokens, which it must not take as one size."""
     config = EngineConfig(cache=CacheConfig(capacity=1024, poison_freed_pages=True))
     engine, eager = (Engine.from_pretrained(tiny_models.model(), config=config) for _ in range(2))
-    compiled = engine.core.hf_model.compiled = CompiledForward(engine.core.hf_model, (2,), compiles_larger=True)
+    compiled = inspect(engine).hf_model.compiled = CompiledForward(inspect(engine).hf_model, (2,), compiles_larger=True)
     results = []
     for each in (engine, eager):
         with each.session(seed=0) as session:
@@ -67,7 +68,7 @@ def test_larger_steps_stay_eager_where_no_graph_of_any_size_can_be_traced(monkey
 
     config = EngineConfig(cache=CacheConfig(capacity=1024))
     engine = Engine.from_pretrained(tiny_models.model(), config=config)
-    hf_model = engine.core.hf_model
+    hf_model = inspect(engine).hf_model
     hf_model.compiled = CompiledForward(hf_model, (1,), compiles_larger=True)
     monkeypatch.setattr(torch_compile, "compile_model", lambda *_, **__: fail)
     with engine.session() as session:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import xxhash
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 from safetensors.torch import save as save_tensors
 from test_prompt_cache import STORY, answer
 
@@ -30,9 +31,9 @@ def saved(engine, tmp_path):
 def test_a_file_is_as_good_as_computing(engine, saved, keep):
     file, expected = saved
     with PromptCache(engine, STORY, location=keep) as cache:
-        rows = engine.core.num_batched_tokens
+        rows = engine.stats().num_batched_tokens
         assert cache.load(file) == cache.layout.num_cached_tokens
-        assert cache.warmup() == 0 and engine.core.num_batched_tokens == rows
+        assert cache.warmup() == 0 and engine.stats().num_batched_tokens == rows
         assert answer(cache) == expected
 
 
@@ -54,7 +55,7 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_computed(engine, t
         ):
             with pytest.raises(CacheFileError, match=says):
                 cache.save(place)
-    assert not engine.core.num_batched_tokens and [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert not engine.stats().num_batched_tokens and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_another_schema_model_or_tokenizer(engine, model, characters, saved):
@@ -96,7 +97,7 @@ def test_another_dtype_is_told_as_one(model, characters, saved):
 
 def test_a_model_that_changed_little_is_another_one(engine, characters, saved):
     file, _ = saved
-    model = deepcopy(engine.core.hf_model.model)
+    model = deepcopy(inspect(engine).model)
     with torch.no_grad():
         model.get_input_embeddings().weight.view(-1)[1] += 1.0  # between two samples of a fingerprint
     other = Engine.from_pretrained(model, tokenizer=characters)

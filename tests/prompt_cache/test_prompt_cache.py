@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from helpers.chat_templates import TEMPLATES
+from helpers.inspect_engine import inspect
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
@@ -125,11 +126,11 @@ def test_what_is_said_to_be_reused_is_not_computed(engine, keep):
         cache.warmup()
         for inside, reused in (("<c/>", 49), ("<a/>Go!", 30), ("<a/><b/>Go!", 10), ("<b/><a/>Go!", 60)):
             ask = f'<prompt schema="s">{inside}</prompt>'
-            serving, rows = cache.resolve(ask), engine.core.num_batched_tokens
+            serving, rows = cache.resolve(ask), engine.stats().num_batched_tokens
             assert cache.count_cached_tokens(ask) == reused
             assert answer(cache, ask)
             whole = sum(len(one.tokens) for one in serving.new_texts) + sum(one.num_tokens for one in serving.cached)
-            assert engine.core.num_batched_tokens - rows <= whole - reused + GREEDY.max_tokens - 1
+            assert engine.stats().num_batched_tokens - rows <= whole - reused + GREEDY.max_tokens - 1
 
 
 @pytest.mark.parametrize("keep", ["device", "host"])
@@ -166,10 +167,10 @@ def test_other_members_of_a_used_union_are_prefetched(engine, keep):
         engine.run_until_idle()
         cache.check()
         for inside, new in (("<sea/>", 0), ("<alps><hut/></alps>", 0), ("<other/>", 16)):
-            before = engine.core.num_batched_tokens
+            before = engine.stats().num_batched_tokens
             cache.generate(session, f'<prompt schema="places">{inside}Hm</prompt>', forced_tokens=[40]).result()
             engine.run_until_idle()
-            assert engine.core.num_batched_tokens - before == 2 + 1 + new
+            assert engine.stats().num_batched_tokens - before == 2 + 1 + new
         assert cache.prefetch_unions('<prompt schema="places"><other/></prompt>') == 0
         if keep == "device":
             assert cache.prefetch_unions(ask) == 0
@@ -191,8 +192,8 @@ def test_a_prefetched_member_is_loaded_from_a_lower_tier(model, characters):
         assert member.kv_location == "host"
         assert cache.prefetch_unions(ask) == 40
         while member.kv_location == "loading":
-            engine.core.step(wait=True)
-            engine.core.poll_transfers()
+            inspect(engine).step(wait=True)
+            inspect(engine).poll_transfers()
         assert member.kv_location == "device"
     engine.check()
 
@@ -247,7 +248,7 @@ def test_a_copy_that_finds_no_room_is_computed(model, characters):
         message.release()
         big = session.prefill("z" * 120).pin()
         again = session.import_kv(tokens, copy)
-        assert not again._request.is_finished  # it waits, like any call
+        assert not inspect(again).is_finished  # it waits, like any call
         big.unpin()
         assert again.result().usage.computed_tokens == len(tokens)
         engine.check()

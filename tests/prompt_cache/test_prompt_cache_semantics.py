@@ -170,7 +170,7 @@ def test_what_is_cached_is_not_computed_again(engine, keep):
     with PromptCache(engine, s, location=keep) as cache:
         assert cache.warmup() == 20 + 44 + 50
         assert cache.warmup() == 0
-        before = engine.core.num_batched_tokens
+        before = engine.stats().num_batched_tokens
         with engine.session() as session:
             answer = cache.generate(
                 session, '<prompt schema="s"><b/><a p="hi"/><user>So</user></prompt>', forced_tokens=[40]
@@ -180,7 +180,7 @@ def test_what_is_cached_is_not_computed_again(engine, keep):
             engine.run_until_idle()
         cache.check()
         assert (
-            engine.core.num_batched_tokens - before == 2 + 4 + 1 + 2
+            engine.stats().num_batched_tokens - before == 2 + 4 + 1 + 2
         )  # argument, turn, header, and the answer with its end
         if keep == "host":
             engine.clear_cache()
@@ -216,11 +216,11 @@ def test_new_text_is_encoded_in_one_step(engine, a, inside):
     s = schema("s", module("a", *a), module("b", "w" * 50))
     with PromptCache(engine, s) as cache:
         cache.warmup()
-        steps = engine.core.num_steps
+        steps = engine.stats().num_steps
         with engine.session() as session:
             text = f'<prompt schema="s">{inside}<user>So</user></prompt>'
             assert cache.generate(session, text, forced_tokens=[40]).tokens
-            assert engine.core.num_steps == steps + 1
+            assert engine.stats().num_steps == steps + 1
 
 
 @pytest.mark.parametrize("keep", ["device", "host"])
@@ -244,7 +244,7 @@ def test_a_copy_comes_back_bit_for_bit(engine):
         copies = [first.export_kv(), second.export_kv()]
         tokens = [first.tokens, second.tokens]
     engine.clear_cache()
-    rows = engine.core.num_batched_tokens
+    rows = engine.stats().num_batched_tokens
     with engine.session() as session:
         first = session.import_kv(tokens[0], copies[0])
         second = session.import_kv(tokens[1], copies[1], parents=[first])
@@ -253,7 +253,7 @@ def test_a_copy_comes_back_bit_for_bit(engine):
             assert again.base_position == taken.base_position
             for before, after in zip(taken.layers, again.layers, strict=True):
                 assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
-    assert engine.core.num_batched_tokens == rows
+    assert engine.stats().num_batched_tokens == rows
 
 
 def test_a_copy_waits_for_what_is_shared_and_not_computed_yet(engine):

@@ -27,12 +27,11 @@ def found(server, source):
 
 
 @pytest.mark.parametrize("program", sorted(path.name for path in PROGRAMS.glob("*.py")))
-def test_agent_programs_are_short_and_run(auto, program, monkeypatch, capsys, request):
+def test_agent_program_runs(auto, program, monkeypatch, capsys, request):
     if program == "debate.py":  # the others need whole calls
         request.getfixturevalue("brief")
     monkeypatch.setenv("OPENAI_BASE_URL", f"{auto.url}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    assert len((PROGRAMS / program).read_text().splitlines()) <= 45
     before = found(auto, "computed")
     runpy.run_path(str(PROGRAMS / program), run_name="__main__")
     assert capsys.readouterr().out.strip()

@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from helpers.inspect_engine import inspect
 from helpers.live_server import make_engine, serving
 
+from choreograph.kv_cache.eviction import workflow_aware
 from choreograph.server.reuse import agent_tracking
 
 NAMES = ("planner", "coder", "tester", "reviewer")
@@ -96,6 +98,20 @@ def test_nothing_that_a_declared_graph_needs_is_computed_again_and_lru_computes_
     answers, computed = workflow.run_rounds(3, fixed_messages=1)
     assert answers == expected
     assert all(count <= FEW for turns in computed[1:] for count in turns)
+
+
+def test_a_policy_of_the_user_sees_the_steps_of_agents(served):
+    steps = set()
+
+    def farthest_first(candidates):
+        steps.update(candidate.steps_to_execution for candidate in candidates)
+        return workflow_aware(candidates)
+
+    server = served(farthest_first)
+    declare(server)
+    _, computed = server.run_rounds(3, fixed_messages=1)
+    assert all(count <= FEW for turns in computed[1:] for count in turns)
+    assert {None, 1, 2, 3} <= steps
 
 
 def test_without_a_mark_the_fixed_part_is_known_after_two_turns(served):
@@ -262,7 +278,7 @@ def test_workflows_that_are_tracked_are_bounded_for_each_tenant(guarded, monkeyp
     assert len(sessions) == 2  # nothing is kept of the first tenant's prompt, whose fixed part is marked
     monkeypatch.setattr(agent_tracking, "IDLE_SECONDS", -1.0)
     assert ask_as(guarded, KEYS[1], "w9", "reader", reuse="messages") == 200
-    assert len(sessions) == 0 and guarded.engine.core.cache_manager.hints.num_sources == 1  # that of the messages
+    assert len(sessions) == 0 and inspect(guarded.engine).hints.num_sources == 1  # that of the messages
 
 
 @pytest.mark.parametrize("reuse", ["exact", "messages"])

@@ -2,6 +2,7 @@
 
 import httpx
 import pytest
+from helpers.inspect_engine import inspect
 from helpers.live_server import make_engine, serving
 
 SECRETS = (  # of one length
@@ -97,7 +98,7 @@ def test_an_answer_has_the_labels_of_what_it_read(talker_folder, reuse):
         (workflow,) = live.app.state.service.planner.store.workflows
         labels = {message.labels for message in workflow.session.messages}
         assert frozenset({"alice"}) in labels and workflow.session.messages[-1].labels == {"alice"}
-        assert workflow.session.messages[-1]._request.text_labels == frozenset()
+        assert inspect(workflow.session.messages[-1]).text_labels == frozenset()
         assert asker.ask(*reading, labels=["bob"], clearance=[])[1] < SPEECH_TOKENS
 
 

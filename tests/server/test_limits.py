@@ -7,6 +7,7 @@ from functools import partial
 import httpx
 import openai
 import pytest
+from helpers.inspect_engine import inspect
 from helpers.live_server import make_engine, serving
 
 ASK = [{"role": "user", "content": "Which river flows through Paris?"}]
@@ -56,14 +57,14 @@ def test_request_ids_are_returned_and_unknown_paths_are_404(live):
 
 def test_status_routes_answer_while_a_step_runs(live, client, monkeypatch):
     has_entered, may_continue = threading.Event(), threading.Event()
-    forward = live.engine.core.model_runner.forward
+    forward = inspect(live.engine).runner.forward
 
     def slow_forward(batch):
         has_entered.set()
         assert may_continue.wait(60)
         return forward(batch)
 
-    monkeypatch.setattr(live.engine.core.model_runner, "forward", slow_forward)
+    monkeypatch.setattr(inspect(live.engine).runner, "forward", slow_forward)
     ask = partial(client.chat.completions.create, model="tiny", messages=ASK, max_tokens=1)
     thread = threading.Thread(target=ask)
     thread.start()

@@ -5,6 +5,7 @@ import json
 import httpx
 import openai
 import pytest
+from helpers.inspect_engine import inspect
 from helpers.live_server import make_engine, serving
 
 from choreograph import SamplingParams
@@ -369,7 +370,7 @@ def test_a_listener_that_raises_leaves_no_request_open(talker_folder):
     with pytest.raises(ValueError, match="of the listener"):
         plan.close(False)
     unsubscribe()
-    assert all(message._request.released for message in plan.messages)
+    assert all(inspect(message).is_released for message in plan.messages)
     assert [workflow.num_active for workflow in planner.store.workflows] == [0]
     planner.store.check()
     engine.run_until_idle()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
+from helpers.inspect_engine import inspect
 from transformers import LlamaForCausalLM
 
 from choreograph import connect
@@ -111,7 +112,7 @@ def test_a_stream_begins_with_the_scored_prompt(client, n, max_tokens):
 
 def test_a_generated_end_token_keeps_its_entry(live, client):
     """lm-evaluation-harness drops the last entry as that of the one generated token."""
-    end = live.engine.core.hf_model.eos_token_ids[0]
+    end = inspect(live.engine).hf_model.eos_token_ids[0]
     answer = client.completions.create(
         **GREEDY, prompt=TEXT, echo=True, logprobs=1, max_tokens=1, logit_bias={str(end): 100}
     )

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from helpers.inspect_engine import inspect
 from typer.testing import CliRunner
 
 from choreograph.cli import serve_command
@@ -50,7 +51,7 @@ def test_options_of_the_command_line_win_over_those_of_the_file(started, talker_
     service = result["app"].state.service
     assert (result["host"], result["port"], result["timeout_graceful_shutdown"]) == ("127.0.0.1", 9002, 60)
     assert (service.config.reuse, service.config.max_tokens, service.max_model_len) == ("auto", 5, 512)
-    assert service.engine.core.speculator is not None
+    assert inspect(service.engine).speculator is not None
     assert service.engine.model_info.fingerprint.endswith("-int4")
     assert service.config.otlp_traces_endpoint == "http://127.0.0.1:9/v1/traces"
     service.on_stop[0]()  # ends the exporter's thread
@@ -70,7 +71,7 @@ def test_a_sibling_reuses_layers_of_the_base(started, talker_folder, math_folder
     ]
     service = started(talker_folder, *options)["app"].state.service
     assert service.engine.models == ("base", "math")
-    assert service.engine.core.cross_model_reuse.pairs == (("math", "base"),)
+    assert inspect(service.engine).layer_reuse_pairs == (("math", "base"),)
     for wrong in ("0,1", "0,1,x", "5"):
         with pytest.raises(ConfigError, match="use three numbers: head,start,end"):
             serve_command.serve(talker_folder, layer_reuse=[f"math={wrong}"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
 from helpers.model_configs import CONFIGS
 from helpers.trace_builders import WITH_LOGPROBS, run_graph
@@ -99,7 +100,7 @@ def test_one_pass_of_readers_is_the_engine_step_by_step(engine, nodes, draw):
         heard = [one.logprob for message in said for one in message.logprobs]
     packed = pack_adapter_stages(split_adapter_stages(calls, readers))
     packed.check()
-    said = log_likelihood(forward_no_grad(engine.core.hf_model, packed, "FT"), packed.targets).tolist()
+    said = log_likelihood(forward_no_grad(inspect(engine).hf_model, packed, "FT"), packed.targets).tolist()
     assert said == pytest.approx(heard, abs=1e-4)
 
 
@@ -113,7 +114,7 @@ def test_lessons_in_one_pass_say_what_each_says_alone(engine, pair, reading, dra
     alone, result = [], []
     for said, them in ((alone, [*examples, examples[0]]), (result, [both])):
         for packed in (one.packed for one in them):
-            said += log_likelihood(forward_no_grad(engine.core.hf_model, packed, model), packed.targets).tolist()
+            said += log_likelihood(forward_no_grad(inspect(engine).hf_model, packed, model), packed.targets).tolist()
     assert result == pytest.approx(alone, abs=1e-4)
     shared = 0 if reading else sum(len(c.tokens) for c in examples[0].calls if c.generated is None and not c.parents)
     assert _rows(both) <= sum(map(_rows, examples)) + _rows(examples[0]) - shared
@@ -125,7 +126,7 @@ def test_what_passes_share_changes_nothing(engine, many_nodes, tokens, draw):
     """Every graph comes twice, alone and with another one in its pass."""
     examples = [lesson_on(engine, nodes, draw) for nodes in many_nodes]
     packs = [one.packed for one in (*examples, concat_examples([examples[0], examples[-1]]))]
-    adapter = engine.core.hf_model
+    adapter = inspect(engine).hf_model
     shared = BaseKVMemo(adapter, [packed.prefix for packed in packs], tokens)
     shared.check()
     for packed in packs:
@@ -137,7 +138,7 @@ def test_what_passes_share_changes_nothing(engine, many_nodes, tokens, draw):
 
 
 def test_what_passes_share_is_computed_once_and_comes_out_the_same(monkeypatch):
-    adapter = Engine.from_pretrained(tiny_models.build()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(tiny_models.build())).hf_model
     computed = []
     compute = adapter.logits
 
@@ -164,7 +165,7 @@ def test_names_of_long_talks_stay_short():
     for n in range(1, 60):
         calls.append(TracedCall("text", [n, 3], 2 * n, tuple(TraceSlice(m, 0, 2, 2 * m) for m in range(n))))
     calls.append(TracedCall("answer", [4], 120, tuple(TraceSlice(m, 0, 2, 2 * m) for m in range(60)), [5]))
-    adapter = Engine.from_pretrained(tiny_models.build()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(tiny_models.build())).hf_model
     packed = pack_adapter_stages(calls)
     shared = BaseKVMemo(adapter, [packed.prefix, packed.prefix])
     with torch.no_grad(), adapter.attention_hook():
@@ -197,7 +198,7 @@ def lesson(number):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_reader_is_served_as_it_was_trained(tmp_path, checkpointing):
-    adapter = Engine.from_pretrained(tiny_models.build()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(tiny_models.build())).hf_model
     learn, check = [lesson(i) for i in range(12)], [lesson(i) for i in range(12, 16)]
     before = example_losses(adapter, check)
     config = TrainConfig(
@@ -235,7 +236,7 @@ def test_a_reader_is_served_as_it_was_trained(tmp_path, checkpointing):
 
 
 def test_validation_of_readers_knows_no_dropout(tmp_path):
-    adapter = Engine.from_pretrained(tiny_models.build()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(tiny_models.build())).hf_model
     learn, check = [lesson(i) for i in range(6)], [lesson(i) for i in range(6, 8)]
     report = train(
         adapter,
@@ -245,7 +246,7 @@ def test_validation_of_readers_knows_no_dropout(tmp_path):
         TrainConfig(lora_rank=4, learning_rate=1e-2, batch_size=2, dropout=0.5, epochs=1),
     )
     engine = Engine(adapter, adapters={"FT": tmp_path})
-    served = sum(example_losses(engine.core.hf_model, check, "FT")) / len(check)
+    served = sum(example_losses(inspect(engine).hf_model, check, "FT")) / len(check)
     assert served == pytest.approx(report.loss_after, abs=1e-5)
 
 
@@ -262,16 +263,16 @@ def test_a_reader_need_not_speak_in_every_run(talker, tmp_path):
     config = TrainConfig(lora_rank=2, batch_size=1, epochs=1)
     for named in ("adapter_stages", "stages"):
         asked = {named: ["answer"], "workflow": str(file)}
-        report = train_from_traces(talker.core.hf_model, tmp_path / "traces", tmp_path / named, config, **asked)
+        report = train_from_traces(inspect(talker).hf_model, tmp_path / "traces", tmp_path / named, config, **asked)
         assert report.updates == 1
     with pytest.raises(ConfigError, match="anser"):
         train_from_traces(
-            talker.core.hf_model, tmp_path / "traces", tmp_path / "x", workflow=str(file), adapter_stages=["anser"]
+            inspect(talker).hf_model, tmp_path / "traces", tmp_path / "x", workflow=str(file), adapter_stages=["anser"]
         )
 
 
 def test_in_bfloat16_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path):
-    adapter = Engine.from_pretrained(tiny_models.build()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(tiny_models.build())).hf_model
     learn, check = [lesson(i) for i in range(6)], [lesson(i) for i in range(6, 8)]
     config = TrainConfig(lora_rank=2, learning_rate=1e-2, batch_size=2, dropout=0.3, epochs=3, bf16=True)
 
@@ -331,7 +332,7 @@ def test_what_sees_a_reader_is_prefilled_by_it(tmp_path):
     assert {stage for stage, model in heard["FT"][1].items() if model == "base"} == {"text", "other"}
     packed = pack_adapter_stages(split_adapter_stages(heard["base"][2], readers))
     assert packed.num_prefix_tokens == 3 + 1, "the text, and what sees nothing else"
-    said = log_likelihood(forward_no_grad(engine.core.hf_model, packed, "FT"), packed.targets).tolist()
+    said = log_likelihood(forward_no_grad(inspect(engine).hf_model, packed, "FT"), packed.targets).tolist()
     assert said == pytest.approx(heard["FT"][0], abs=1e-4)
     assert said != pytest.approx(heard["base"][0], abs=1e-2)
 
@@ -345,7 +346,7 @@ def test_readers_are_named_where_something_can_be_read():
 
 def test_a_reader_is_no_plain_training(tmp_path):
     """Where only readers decode, their lessons are the same calls."""
-    adapter = Engine.from_pretrained(tiny_models.build()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(tiny_models.build())).hf_model
     calls = (*text(0)[:2], replace(text(0)[3], parents=text(0)[3].parents[:2]))
     config = TrainConfig(lora_rank=2, epochs=1)
     train(adapter, [TrainingExample("a", calls)], [TrainingExample("a", calls)], tmp_path, config)
@@ -356,7 +357,7 @@ def test_a_reader_is_no_plain_training(tmp_path):
 def test_what_the_base_encodes_knows_no_dropout(tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["gpt2"])
-    adapter = Engine.from_pretrained(model.eval()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(model.eval())).hf_model
     trained = get_peft_model(adapter.model, LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
     adapter.training_model = trained
     packed = lesson(3).packed
@@ -376,7 +377,7 @@ def test_what_the_base_encodes_knows_no_dropout(tmp_path):
 def test_every_family_reads_in_one_pass(name):
     """By the base model itself, so that one pass in two parts is one pass."""
     torch.manual_seed(0)
-    adapter = Engine.from_pretrained(AutoModelForCausalLM.from_config(CONFIGS[name]).eval()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(AutoModelForCausalLM.from_config(CONFIGS[name]).eval())).hf_model
     places = (
         (TraceSlice(0, 0, 4, 0), TraceSlice(1, 0, 3, 2))
         if adapter.model_info.supports_shift
@@ -407,7 +408,7 @@ def test_lessons_of_readers_are_what_they_said(talker, traces):
     condition = Condition("choreographed", model="FT", adapter_stages=("merge",))
     for trace, one in zip(
         traces[1],
-        make_examples(talker.core.hf_model, find("branch_solve_merge"), traces[1], condition, sampling=SHORT),
+        make_examples(inspect(talker).hf_model, find("branch_solve_merge"), traces[1], condition, sampling=SHORT),
         strict=True,
     ):
         assert [call.stage for call in one.calls if call.generated] == ["merge"]
@@ -418,7 +419,7 @@ def test_lessons_of_readers_are_what_they_said(talker, traces):
 
 def test_stages_that_are_not_learned_are_left_out(talker, traces):
     """But not what learned ones see: a merge sees what solved it, and nobody how the task was branched."""
-    adapter, workflow, condition = talker.core.hf_model, find("branch_solve_merge"), Condition("choreographed")
+    adapter, workflow, condition = inspect(talker).hf_model, find("branch_solve_merge"), Condition("choreographed")
     asked = [adapter, workflow, traces[1], condition]
     whole = make_examples(*asked, sampling=SHORT)
     for named, learned in ((["solve"], {"solve"}), (["merge"], {"solve", "merge"})):
@@ -477,12 +478,12 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
         (tmp_path / "broken").mkdir(exist_ok=True)
         (tmp_path / "broken" / "adapter_usage.json").write_text(note)
         with pytest.raises(ConfigError, match=r"broken.adapter_usage\.json.*train"):
-            check_adapter_usage(str(tmp_path / "broken"), [], talker.core.hf_model)
-    check_adapter_usage("somebody/adapter", ["merge"], talker.core.hf_model)
+            check_adapter_usage(str(tmp_path / "broken"), [], inspect(talker).hf_model)
+    check_adapter_usage("somebody/adapter", ["merge"], inspect(talker).hf_model)
     (tmp_path / "broken" / "adapter_usage.json").rename(tmp_path / "broken" / "learned.json")  # of an earlier version
     with pytest.raises(ConfigError, match=r"adapter_usage\.json.*another version"):
-        check_adapter_usage(str(tmp_path / "broken"), ["merge"], talker.core.hf_model)
-    others = Engine.from_pretrained(tiny_models.build(vocabulary=61)).core.hf_model
+        check_adapter_usage(str(tmp_path / "broken"), ["merge"], inspect(talker).hf_model)
+    others = inspect(Engine.from_pretrained(tiny_models.build(vocabulary=61))).hf_model
     with pytest.raises(ConfigError, match="other weights"):
         check_adapter_usage(str(tmp_path / "FT"), ["merge"], others)
     engine = Engine.from_pretrained(talker_folder, dtype="float32", adapters={"FT": tmp_path / "FT"})
@@ -519,5 +520,5 @@ def test_readers_need_an_adapter(command):
 def test_final_answers_have_no_readers(talker, traces, tmp_path):
     with pytest.raises(ConfigError, match="answer_workflow"):
         train_from_traces(
-            talker.core.hf_model, traces[0], tmp_path, answer_workflow="multi_qa", adapter_stages=["merge"]
+            inspect(talker).hf_model, traces[0], tmp_path, answer_workflow="multi_qa", adapter_stages=["merge"]
         )

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers.inspect_engine import inspect
 from pydantic import ValidationError
 
 from choreograph import SamplingParams
@@ -34,7 +35,7 @@ def test_a_rehearsal_is_the_run_without_the_computing(talker, name, task, option
         script, baseline = TaskTranscript("one", task, p.transcript()), as_full_prompts(trace_calls(p.calls))
     for condition in list(conditions.values())[:3]:
         ((id, result),) = dry_run(
-            talker.core.hf_model, workflow, [script], condition, sampling=SAMPLING, options=options
+            inspect(talker).hf_model, workflow, [script], condition, sampling=SAMPLING, options=options
         )
         assert id == "one"
         if condition.mode == "prefix":
@@ -80,7 +81,7 @@ def test_what_is_no_trace_is_refused(talker):
 
 
 def test_a_trace_of_another_workflow_is_refused(talker):
-    adapter, choreographed = talker.core.hf_model, Condition("choreographed")
+    adapter, choreographed = inspect(talker).hf_model, Condition("choreographed")
     for content, words in (({"reply": [[5]]}, "does not know"), ({"answer": []}, "takes more")):
         with pytest.raises(DataError, match=words):
             list(

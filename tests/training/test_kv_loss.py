@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
 from helpers.trace_builders import run_graph
 from hypothesis import given, settings
@@ -59,7 +60,7 @@ def by_hand(model, calls):
 @given(nodes=graphs(5))
 @settings(max_examples=many(30), deadline=None)
 def test_it_is_the_mean_over_plain_prompts(engine, nodes):
-    adapter = engine.core.hf_model
+    adapter = inspect(engine).hf_model
     with engine.session() as session:
         calls = trace_calls(run_graph(session, nodes))
     with adapter.attention_hook():
@@ -84,8 +85,10 @@ def test_a_plain_chain_is_what_is_wanted_of_it(engine):
     a = TracedCall("", [1, 2, 3], 0)
     b = TracedCall("", [4], 3, (TraceSlice(0, 0, 3, 0),), [5, 6])
     c = TracedCall("", [7], 6, (TraceSlice(0, 0, 3, 0), TraceSlice(1, 0, 3, 3)), [8])
-    assert how_far(engine.core.hf_model, TrainingExample("", (a, b, c))) < 1e-10
-    assert how_far(engine.core.hf_model, TrainingExample("nothing is seen", (TracedCall("", [1], 0, (), [2]),))) == 0
+    assert how_far(inspect(engine).hf_model, TrainingExample("", (a, b, c))) < 1e-10
+    assert (
+        how_far(inspect(engine).hf_model, TrainingExample("nothing is seen", (TracedCall("", [1], 0, (), [2]),))) == 0
+    )
 
 
 def lesson(number, reading=False):
@@ -102,7 +105,7 @@ def lesson(number, reading=False):
 
 @pytest.mark.parametrize("reading", [False, True])
 def test_learning_it_brings_encodings_nearer(tmp_path, reading):
-    adapter = Engine.from_pretrained(tiny_models.build()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(tiny_models.build())).hf_model
     learn, check = ([lesson(n, reading) for n in numbers] for numbers in (range(12), range(12, 16)))
     before = [how_far(adapter, one) for one in check]
     config = TrainConfig(
@@ -111,7 +114,7 @@ def test_learning_it_brings_encodings_nearer(tmp_path, reading):
     train(adapter, learn * 8, check, tmp_path, config)
     assert [how_far(adapter, one) for one in check] == before, "the model is as it was"
     engine = Engine(adapter, adapters={"FT": tmp_path})
-    after = [how_far(engine.core.hf_model, one, "FT") for one in check]
+    after = [how_far(inspect(engine).hf_model, one, "FT") for one in check]
     assert sum(after) < 0.7 * sum(before)
 
 
@@ -119,7 +122,7 @@ def test_gradients_are_the_same_where_layers_are_computed_again():
     result = []
     for again in (False, True):
         torch.manual_seed(0)
-        adapter = Engine.from_pretrained(tiny_models.build()).core.hf_model
+        adapter = inspect(Engine.from_pretrained(tiny_models.build())).hf_model
         model = get_peft_model(
             adapter.model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
 from helpers.model_configs import CONFIGS
 from helpers.trace_builders import WITH_LOGPROBS, run_graph
@@ -39,7 +40,7 @@ def test_one_pass_is_the_engine_step_by_step(engine, nodes):
     with engine.session() as session:
         steps = run_graph(session, nodes)
         calls = trace_calls(steps)
-        assert in_one_pass(engine.core.hf_model, calls) == pytest.approx(heard(steps), abs=1e-4)
+        assert in_one_pass(inspect(engine).hf_model, calls) == pytest.approx(heard(steps), abs=1e-4)
 
 
 @given(nodes=graphs())
@@ -50,7 +51,7 @@ def test_the_decodes_behind_their_prompts_are_prefix_mode(engine, nodes):
         prompts = as_full_prompts(trace_calls(steps))
         said = [call.generated for call in prompts]
         assert said == [step.message.output_token_ids for step in steps if step.message.kind == "decode"]
-        assert in_one_pass(engine.core.hf_model, prompts) == pytest.approx(heard(steps), abs=1e-4)
+        assert in_one_pass(inspect(engine).hf_model, prompts) == pytest.approx(heard(steps), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -63,7 +64,7 @@ def test_every_family_in_one_pass(name):
         places = {"offsets": [30, 3], "new_offset": 50} if engine.model_info.supports_shift else {"offsets": [5, 0]}
         c = session.decode([9], [b[1:4], a], **places, forced_tokens=[1, 2], sampling=WITH_LOGPROBS)
         steps = [StageCall("", m) for m in (a, b, c)]
-        assert in_one_pass(engine.core.hf_model, trace_calls(steps)) == pytest.approx(heard(steps), abs=1e-4)
+        assert in_one_pass(inspect(engine).hf_model, trace_calls(steps)) == pytest.approx(heard(steps), abs=1e-4)
 
 
 def test_equal_prefills_are_one_call(engine):
@@ -77,7 +78,7 @@ def test_equal_prefills_are_one_call(engine):
         calls = trace_calls(steps)
         assert len(calls) == 4
         assert [seen.call for seen in calls[-1].parents] == [1, 1, 2]
-        assert in_one_pass(engine.core.hf_model, calls) == pytest.approx(heard(steps), abs=1e-4)
+        assert in_one_pass(inspect(engine).hf_model, calls) == pytest.approx(heard(steps), abs=1e-4)
 
 
 def test_prompts_share_their_longest_beginning(engine):
@@ -109,7 +110,7 @@ def test_gradients_of_a_chain_are_those_of_plain_training():
     ids = torch.tensor([[*range(1, 13)]])
     logprobs = model(ids).logits[0].log_softmax(-1)
     plain = -sum(logprobs[at - 2, at] for at in (7, 8, 9, 11, 12))  # token n stands at n - 1, and follows n - 2
-    ours = loss_of(engine.core.hf_model, calls)
+    ours = loss_of(inspect(engine).hf_model, calls)
     assert ours.item() == pytest.approx(plain.item(), abs=1e-4)
     expected = torch.autograd.grad(plain, list(model.parameters()))
     for mine, theirs in zip(torch.autograd.grad(ours, list(model.parameters())), expected, strict=True):
@@ -140,7 +141,7 @@ def test_gradients_reach_what_was_seen_elsewhere(seed):
     direction = [torch.randn(p.shape, generator=generator) * 3e-4 for p in weights]
     slope = sum(
         float((g * d).sum())
-        for g, d in zip(torch.autograd.grad(loss_of(engine.core.hf_model, calls), weights), direction, strict=True)
+        for g, d in zip(torch.autograd.grad(loss_of(inspect(engine).hf_model, calls), weights), direction, strict=True)
     )
     ends = []
     for sign in (1, -1):

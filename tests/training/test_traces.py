@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 from typer.testing import CliRunner
 
 from choreograph import Engine, SamplingParams
@@ -73,7 +74,7 @@ def test_traces_that_were_stopped_go_on(talker, traces, tmp_path):
 
 def test_the_baseline_in_one_pass_is_what_was_traced(talker, traces):
     for trace, example in zip(traces[1], baseline_examples(traces[1]), strict=True):
-        (loss,) = example_losses(talker.core.hf_model, [example])
+        (loss,) = example_losses(inspect(talker).hf_model, [example])
         assert loss == pytest.approx(-sum(trace.logprobs) / len(trace.logprobs), abs=1e-4)
 
 
@@ -82,7 +83,7 @@ def test_lessons_are_the_workflow_under_reuse(talker, traces):
     for name, condition in conditions_of(workflow).items():
         if name == "baseline":
             continue
-        examples = make_examples(talker.core.hf_model, workflow, traces[1], condition)
+        examples = make_examples(inspect(talker).hf_model, workflow, traces[1], condition)
         for trace, example in zip(traces[1], examples, strict=True):
             said = example.calls[-1]
             assert said.generated == trace.calls[trace.answer].generated
@@ -93,19 +94,19 @@ def test_lessons_are_the_workflow_under_reuse(talker, traces):
                 p = WorkflowRun(session, replay=trace.transcript, sampling=SamplingParams(logprobs=0))
                 answer = workflow(p, trace.task, **condition.options)
                 heard = [x.logprob for x in answer.logprobs]
-            (loss,) = example_losses(talker.core.hf_model, [example])
+            (loss,) = example_losses(inspect(talker).hf_model, [example])
             assert loss == pytest.approx(-sum(heard) / len(heard), abs=1e-4)
 
 
 def test_final_answers_become_lessons_of_one_call(talker, traces):
-    examples = answer_examples(talker.core.hf_model, find("single_call"), traces[1][:1])
+    examples = answer_examples(inspect(talker).hf_model, find("single_call"), traces[1][:1])
     decodes = [call for call in examples[0].calls if call.generated is not None]
     assert [call.generated for call in decodes] == [traces[1][0].calls[traces[1][0].answer].generated]
 
 
 def test_an_answer_that_was_read_out_of_a_message_is_taught_as_a_sentence(talker, traces):
     """Where none could be read, none is."""
-    adapter, (trace, other, *_) = talker.core.hf_model, traces[1]
+    adapter, (trace, other, *_) = inspect(talker).hf_model, traces[1]
     result = [replace(trace, outputs={"answer": "\\frac{1}{2}"}), replace(other, outputs={"answer": None})]
     (example,) = answer_examples(adapter, find("single_call"), result)
     (said,) = [call.generated for call in example.calls if call.generated]
@@ -118,7 +119,7 @@ def test_an_answer_that_was_read_out_of_a_message_is_taught_as_a_sentence(talker
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_final_answer_is_not_taught_to_a_workflow_of_several_decodes(talker, traces, rounds):
     with pytest.raises(ConfigError, match="single decode"):
-        answer_examples(talker.core.hf_model, find("debate_iterative"), traces[1][:1], options={"rounds": rounds})
+        answer_examples(inspect(talker).hf_model, find("debate_iterative"), traces[1][:1], options={"rounds": rounds})
 
 
 def test_damaged_traces_are_refused(traces, tmp_path):
@@ -200,10 +201,10 @@ def test_traces_of_a_workflow_that_has_changed_are_refused(talker, tmp_path):
     collect_traces(talker, str(file), find(str(file)), tasks, tmp_path / "traces", sampling=SHORT)
     file.write_text(text + "# changed\n")
     with pytest.raises(ConfigError, match="has changed"):
-        train_from_traces(talker.core.hf_model, tmp_path / "traces", tmp_path / "adapter", workflow=str(file))
+        train_from_traces(inspect(talker).hf_model, tmp_path / "traces", tmp_path / "adapter", workflow=str(file))
     file.write_text("raise AssertionError('data made this run')\n")
     with pytest.raises(ConfigError, match="--workflow"):
-        train_from_traces(talker.core.hf_model, tmp_path / "traces", tmp_path / "adapter")
+        train_from_traces(inspect(talker).hf_model, tmp_path / "traces", tmp_path / "adapter")
 
 
 def test_a_baseline_that_reuses_is_measured_as_it_was_computed(talker, tmp_path):
@@ -215,7 +216,7 @@ def test_a_baseline_that_reuses_is_measured_as_it_was_computed(talker, tmp_path)
     )
     made = collect_traces(talker, str(file), find(str(file)), PAIRS, tmp_path / "traces", sampling=SHORT)
     config = TrainConfig(lora_rank=2, epochs=1)
-    adapter = talker.core.hf_model
+    adapter = inspect(talker).hf_model
     report = train_from_traces(adapter, tmp_path / "traces", tmp_path / "adapter", config, workflow=str(file))
     heard = [value for trace in split_traces(made, None, 0)[1] for value in trace.logprobs]
     assert report.baseline == pytest.approx(-sum(heard) / len(heard), abs=1e-4)
@@ -229,16 +230,16 @@ def test_traces_of_other_weights_are_refused(talker, traces, tmp_path):
     for change in ({"weights": "others"}, {"weights": "others", "dtype": "bfloat16"}, {"model": "another"}):
         (tmp_path / "settings.json").write_text(json.dumps(settings | change))
         with pytest.raises(ConfigError, match="train the model that made them"):
-            train_from_traces(talker.core.hf_model, tmp_path, tmp_path / "adapter", condition="parallel")
+            train_from_traces(inspect(talker).hf_model, tmp_path, tmp_path / "adapter", condition="parallel")
 
 
 def test_weights_are_known_in_another_type(talker, talker_folder):
     for dtype in ("bfloat16", "float32"):
-        same = Engine.from_pretrained(talker_folder, dtype=dtype).core.hf_model
-        assert same.sampled_weights_hash == talker.core.hf_model.sampled_weights_hash
+        same = inspect(Engine.from_pretrained(talker_folder, dtype=dtype)).hf_model
+        assert same.sampled_weights_hash == inspect(talker).hf_model.sampled_weights_hash
     assert (
-        Engine.from_pretrained(tiny_models.build(seed=5)).core.hf_model.sampled_weights_hash
-        != Engine.from_pretrained(tiny_models.build()).core.hf_model.sampled_weights_hash
+        inspect(Engine.from_pretrained(tiny_models.build(seed=5))).hf_model.sampled_weights_hash
+        != inspect(Engine.from_pretrained(tiny_models.build())).hf_model.sampled_weights_hash
     )
 
 
@@ -273,7 +274,7 @@ def test_one_process_at_a_time_works_in_a_folder(talker, traces, tmp_path):
     out, _ = traces
     with exclusive_dir(tmp_path):
         with pytest.raises(ConfigError, match="another process"):
-            train_from_traces(talker.core.hf_model, out, tmp_path, condition="parallel")
+            train_from_traces(inspect(talker).hf_model, out, tmp_path, condition="parallel")
         with pytest.raises(ConfigError, match="another process"):
             collect_traces(talker, "multi_qa", find("multi_qa"), PAIRS, tmp_path, sampling=SHORT)
 

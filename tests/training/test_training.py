@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 from helpers.model_configs import CONFIGS
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -40,7 +41,7 @@ LEARN, CHECK = [lesson(i) for i in range(12)], [lesson(i) for i in range(12, 16)
 
 @pytest.fixture
 def adapter():
-    return Engine.from_pretrained(tiny_models.build()).core.hf_model
+    return inspect(Engine.from_pretrained(tiny_models.build())).hf_model
 
 
 def weights(folder):
@@ -269,7 +270,7 @@ def test_a_pass_that_is_not_full_counts_by_its_lessons(adapter, tmp_path, count,
 def test_a_base_model_drops_nothing(tmp_path):
     """OPT drops a tenth of what a layer computes while it is trained."""
     torch.manual_seed(0)
-    adapter = Engine.from_pretrained(AutoModelForCausalLM.from_config(CONFIGS["opt"]).eval()).core.hf_model
+    adapter = inspect(Engine.from_pretrained(AutoModelForCausalLM.from_config(CONFIGS["opt"]).eval())).hf_model
     before = {path: vars(module).get("dropout") for path, module in adapter.model.named_modules()}
     assert any(before.values())
     report = train(adapter, LEARN[:1], LEARN[:1], tmp_path, TrainConfig(**FAST, epochs=1))
@@ -328,7 +329,7 @@ def test_it_stops_early_and_keeps_the_best(adapter, tmp_path):
     result = [e["eval_loss"] for e in report.log if "eval_loss" in e]
     assert len(result) < 30 and result.index(min(result)) < len(result) - 1
     engine = Engine(adapter, adapters={"FT": tmp_path})
-    assert mean_loss(engine.core.hf_model, CHECK, "FT") == pytest.approx(min(result), abs=1e-4)
+    assert mean_loss(inspect(engine).hf_model, CHECK, "FT") == pytest.approx(min(result), abs=1e-4)
 
 
 def test_nobody_computes_on_a_model_in_training(adapter, tmp_path):
@@ -393,7 +394,7 @@ def test_where_the_divergence_is_learned_it_chooses_the_best(adapter, tmp_path):
     assert report.divergence == (pytest.approx(0, abs=1e-5), best["eval_divergence"])
     assert report.loss_after == best["eval_loss"]
     engine = Engine(adapter, adapters={"FT": tmp_path})
-    result = mean_losses(engine.core.hf_model, examples, "FT", with_kl=True)
+    result = mean_losses(inspect(engine).hf_model, examples, "FT", with_kl=True)
     assert result == pytest.approx((report.loss_after, report.divergence[1]), abs=1e-4)
 
 

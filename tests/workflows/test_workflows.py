@@ -1,6 +1,7 @@
 """Every workflow in every mode: the same texts, the topology of the paper, outputs that cannot be read."""
 
 import pytest
+from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
 from choreograph.errors import ChoreographError, ConfigError, DataError, InvalidRequestError
@@ -431,7 +432,7 @@ def test_one_stop_string_is_not_its_letters(talker):
     with talker.session() as session:
         p = WorkflowRun(session, sampling=SamplingParams(stop="a", max_tokens=2))
         for stop in ("END", ["END"], ("END",)):
-            assert p.decode("say", "x", stop=stop)._request.decode_state.sampling.stop == ("a", "END")
+            assert inspect(p.decode("say", "x", stop=stop)).decode_state.sampling.stop == ("a", "END")
 
 
 def test_calls_take_every_sampling_parameter(talker):

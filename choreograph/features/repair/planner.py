@@ -6,29 +6,24 @@ of prefix mode. Prefills of equal content share one KV entry, so calls with the 
 its repair, and eviction, recomputation and adapters treat it like every other entry.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar, NamedTuple
 
+from torch import Tensor
+
+from ...context.feature import READY, ContextFeature, Outcome, Parser, Prefills, RequestDraft, Wait
 from ...context.placement import namespace_of, parent_slices
-from ...errors import (
-    CacheFullError,
-    ChoreographError,
-    InvalidPositionError,
-    RequestFailedError,
-    RequestTooLargeError,
-)
+from ...core.core import EngineCore
+from ...errors import InvalidPositionError, RequestFailedError
 from ...kv_cache.entry import KVEntry, KVSlice
 from ...kv_cache.hashing import content_hash
-from ...request.request import Request, RequestState, wrap_error
-from . import REPAIR_STRATEGIES
+from ...request.request import Request, RequestState
+from ..agent_tags import AgentKey
+from ..variants import TextOrigin
+from .options import Repair
 from .probe import AttentionObserver
 from .strategy import ContextView, ParentView, TokenRanges
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...core.core import EngineCore
 
 MAX_SELECTIONS = 256  # selections that are kept for other readers of a context
 
@@ -67,7 +62,7 @@ class _RepairedContext:
 
         Computing any of them behind these pieces would not change its KV.
         """
-        if start or parent.computed_layers is not None or parent.model != reader.model:
+        if start or parent.layers is not None or parent.model != reader.model:
             return False
         shift = self.num_tokens - parent.entry.base_position
         other = [
@@ -77,52 +72,64 @@ class _RepairedContext:
         return other == [(s.entry.content_hash, s.token_start, s.num_tokens, s.position, None) for s in self.hashes]
 
 
-class RepairPlanner:
+@dataclass
+class RepairState:
+    """Repair of one request's context that is still to be planned."""
+
+    repair: Repair
+    scoring: Request | None = None  # computes the prompt to score the context
+
+
+def repair_of(request: Request) -> Repair | None:
+    """Return the repair of a request that is not planned yet."""
+    state = request.extension(RepairState)
+    return None if state is None else state.repair
+
+
+class ContextRepair(ContextFeature):
     """Planner of the repair of waiting requests."""
 
-    def __init__(self, core: "EngineCore") -> None:
+    options: ClassVar[Mapping[str, Parser]] = {"repair": Repair.parse}
+
+    def attach(self, core: EngineCore) -> None:
         self._core = core
         self._selections: dict[object, list[TokenRanges]] = {}
         self._scorings: dict[object, Request] = {}  # in progress, or complete and not used yet
 
-    def expand(self, request: Request) -> list[Request] | None:
-        """Replace the parents of a request whose parents are final.
+    def prepare(self, draft: RequestDraft) -> None:
+        """Note the share of a context that is computed again."""
+        repair: Repair | None = draft.options.get("repair")
+        request = draft.request
+        if repair is not None and repair.share > 0 and request.parents and request.mode == "choreographed":
+            request.extend(RepairState(repair))
 
-        Returns the requests to admit, in order: new prefills, which enter the waiting queue before
-        the request, and the request. It is not among them while its prompt is computed to score
-        the context. None while the context is loaded for that. Fails the request if its context
-        cannot be repaired.
-        """
-        try:
-            return self._expand(request)
-        except CacheFullError as exc:
-            if isinstance(exc, RequestTooLargeError):
-                self._core.fail(request, exc)
-            else:
-                return None
-        except ChoreographError as exc:
-            self._core.fail(request, exc)
-        except Exception as exc:
-            self._core.fail(request, wrap_error(request, "repairing its context raised", exc))
-        return []
-
-    def _expand(self, request: Request) -> list[Request] | None:
-        assert request.repair is not None
-        strategy, share = REPAIR_STRATEGIES[request.repair.strategy], request.repair.share
+    def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
+        """Replace the parents by unchanged ranges and prefills of selected ones."""
+        state = request.extension(RepairState)
+        if state is None:
+            return READY
+        if not may_load:
+            return Wait()
+        strategy, share = state.repair.selection, state.repair.share
         parents = list(self._views(request))
         if share == 1 or all(parent.is_exact for parent in parents):  # nothing to select
             ranges: list[TokenRanges] = [[] if p.is_exact else [(0, len(p.tokens))] for p in parents]
             return self._replace_parents(request, parents, ranges)
-        key = self._selection_key(request, parents)
+        key = self._selection_key(request, state.repair, parents)
         selected = self._selections.get(key)
         if selected is None:
             view = ContextView(self._core, request, parents, share)
             if strategy.reads_kv and not self._is_loaded(request, parents):
-                return None
+                return Wait()
             if strategy.reads_prompt:
-                if request.scoring is None or not request.scoring.is_finished:
-                    return self._score(key, view)
-                view = view._replace(attention=_attention_of(request.scoring))
+                if state.scoring is None:
+                    shared = self._scorings.get(key)
+                    if shared is None or shared.error is not None:
+                        return Prefills([self._score(key, view, state)])
+                    state.scoring = shared
+                if not state.scoring.is_finished:
+                    return Wait(for_capacity=False)
+                view = view._replace(attention=_attention_of(state.scoring))
                 self._scorings.pop(key, None)
             selected = strategy.select(view)
             if len(self._selections) >= MAX_SELECTIONS:
@@ -130,27 +137,20 @@ class RepairPlanner:
             self._selections[key] = selected
         return self._replace_parents(request, parents, selected)
 
-    def _score(self, key: object, view: ContextView) -> list[Request]:
-        """Compute the prompt over the reused context, once for equal keys."""
+    def _score(self, key: object, view: ContextView, state: RepairState) -> Request:
+        """Return a prefill of the prompt over the reused context, once for equal keys."""
         request = view.request
-        scoring = request.scoring or self._scorings.get(key)
-        if scoring is not None and scoring.error is None:
-            request.scoring = scoring
-            return self._expand(request) or [] if scoring.is_finished else []
         scoring = self._build_request(request, list(request.prompt), request.parents, request.parent_slices)
-        scoring.observer, scoring.num_skipped_steps = AttentionObserver(view, scoring), 1 << 30  # a call waits for it
-        for dependency in scoring.dependencies:
-            dependency.num_waiting_dependents += 1
+        scoring.hook = AttentionObserver(view, scoring)
+        scoring.scheduling.num_skipped_steps = 1 << 30  # a call waits for it
         if len(self._scorings) >= MAX_SELECTIONS:
             del self._scorings[next(iter(self._scorings))]  # its call was cancelled
-        self._scorings[key] = request.scoring = scoring
-        self._core.scheduler.waiting.add(scoring)
-        return [scoring]
+        self._scorings[key] = state.scoring = scoring
+        return scoring
 
-    def _selection_key(self, request: Request, parents: list[ParentView]) -> object:
+    def _selection_key(self, request: Request, repair: Repair, parents: list[ParentView]) -> object:
         """Return what a selection depends on: calls with equal keys share it."""
-        assert request.repair is not None
-        reads_prompt = REPAIR_STRATEGIES[request.repair.strategy].reads_prompt
+        reads_prompt = repair.selection.reads_prompt
         context = tuple(
             (
                 parent.position,
@@ -160,7 +160,7 @@ class RepairPlanner:
             )
             for parent in parents
         )
-        return request.repair, request.model, request.namespace, context, tuple(request.prompt if reads_prompt else ())
+        return repair, request.model, request.namespace, context, tuple(request.prompt if reads_prompt else ())
 
     def _views(self, request: Request) -> Iterator[ParentView]:
         """Yield the parents at the positions of prefix mode."""
@@ -175,40 +175,30 @@ class RepairPlanner:
 
     def _is_loaded(self, request: Request, parents: list[ParentView]) -> bool:
         """Start loading the context; return True if it is loaded."""
-        slices = [kv_slice for parent in parents for kv_slice in parent.slices]
-        if any(s.entry.location == "device" and not s.entry.is_complete for s in slices):
+        entries = [kv_slice.entry for parent in parents for kv_slice in parent.slices]
+        if any(entry.location == "device" and not entry.is_complete for entry in entries):
             return False  # being computed
-        self._core.context_loader.ensure_resident(request.id, slices)
-        return all(s.entry.location == "device" and s.entry.is_complete for s in slices)
+        self._core.context_loader.ensure_resident(request.id, entries)
+        return all(entry.location == "device" and entry.is_complete for entry in entries)
 
-    def _replace_parents(self, request: Request, parents: list[ParentView], ranges: list[TokenRanges]) -> list[Request]:
+    def _replace_parents(self, request: Request, parents: list[ParentView], ranges: list[TokenRanges]) -> Outcome:
         """Replace the parents by unchanged ranges and prefills of the selected ones."""
         context, prefills = _RepairedContext(), list[Request]()
-        request.resolve_dependencies()  # TTFT starts when the parents that are replaced have ended
         for (parent, start, end), view, selected in zip(_visible(request), parents, ranges, strict=True):
             kept = start
             for first, last in () if context.is_context_of(parent, start, request) else selected:
                 if kept < start + first:
                     context.append(parent, _hash_of(parent), kept, start + first)
                 prefills.append(self._build_prefill(request, view.tokens[first:last], context))
-                prefills[-1].origin = parent, start + first
+                prefills[-1].extend(TextOrigin(parent, start + first))
                 kept = start + last
             if kept < end:
                 context.append(parent, _hash_of(parent), kept, end)
-        for prefill in prefills:
-            for dependency in prefill.dependencies:
-                dependency.num_waiting_dependents += 1
-        previous = request.dependencies
         request.parents, request.parent_slices = tuple(context.requests), context.slices
-        for dependency in request.dependencies:  # sources of the new parents too
-            dependency.num_waiting_dependents += 1
-        self._core.release_dependencies(previous)
         request.offsets, request.new_offset = (None,) * len(context.requests), None
-        request.repair, request.repaired_positions = None, tuple(view.position for view in parents)
-        request.scoring = None
-        for prefill in prefills:
-            self._core.scheduler.waiting.add(prefill)
-        return [*prefills, request]
+        request.parent_positions = tuple(view.position for view in parents)
+        del request.extensions[RepairState]
+        return Prefills(prefills) if prefills else READY
 
     def _build_prefill(self, request: Request, tokens: list[int], context: _RepairedContext) -> Request:
         """Append the prefill of a range to the context."""
@@ -226,34 +216,19 @@ class RepairPlanner:
         parent_slices: tuple[tuple[int, int] | None, ...],
     ) -> Request:
         """Return a prefill for a request, at the position of prefix mode."""
-        return Request(
-            id=self._core.new_id(),
-            session_id=request.session_id,
-            mode="choreographed",
-            namespace=request.namespace,
-            prompt=tokens,
-            parents=parents,
-            parent_slices=parent_slices,
-            offsets=(None,) * len(parents),
-            new_offset=None,
-            model=request.model,
-            weights_group=request.weights_group,
-            agent_key=request.agent_key,
-            is_repair=True,
-            priority=request.priority,
-            sequence=request.sequence,
-            submit_time=request.submit_time,
-            released=True,  # kept for its readers only
-        )
+        prefill = request.for_context(self._core.new_id(), tokens, parents, parent_slices)
+        if (agent := request.extension(AgentKey)) is not None:
+            prefill.extend(agent)
+        return prefill
 
 
-def _attention_of(scoring: Request) -> "Tensor":
+def _attention_of(scoring: Request) -> Tensor:
     """Return the attention that a finished request has observed, or raise."""
     if scoring.state is not RequestState.DONE:
         reason = scoring.error or scoring.state.value
         raise RequestFailedError(f"computing its prompt to score the context failed: {reason}") from scoring.error
-    assert isinstance(scoring.observer, AttentionObserver)
-    return scoring.observer.attention
+    assert isinstance(scoring.hook, AttentionObserver)
+    return scoring.hook.attention
 
 
 def _visible(request: Request) -> Iterator[tuple[Request, int, int]]:

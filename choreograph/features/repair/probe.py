@@ -1,7 +1,7 @@
 """Attention over a context, of a dense pass or observed in steps."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -10,10 +10,8 @@ from torch import Tensor
 from ...attention.backend import ForwardContext
 from ...attention.reference import apply_softcap_alibi, outside_window
 from ...attention.rope import rotate
-
-if TYPE_CHECKING:
-    from ...request.request import Request
-    from .strategy import ContextView
+from ...request.request import Request
+from .strategy import ContextView
 
 ROWS = 256  # query tokens whose attention weights are in memory at once
 LATE_LAYERS = 0.6  # share of the layers before those whose attention counts, as in InfoFlow KV (arXiv:2603.05353)
@@ -26,7 +24,7 @@ class ProbeContext:
     themselves and, with `reads_context`, to all of the call's context.
     """
 
-    def __init__(self, view: "ContextView", *, position: int, num_tokens: int, reads_context: bool) -> None:
+    def __init__(self, view: ContextView, *, position: int, num_tokens: int, reads_context: bool) -> None:
         self._pool, self._specs = view.core.cache_manager.pool, view.core.hf_model.model_info.attention_specs
         self._reads_context = reads_context
         self._slices = [kv_slice for parent in view.parents for kv_slice in parent.slices]
@@ -133,7 +131,7 @@ class ProbeContext:
 class AttentionObserver:
     """Attention that each context token receives from a prompt in steps."""
 
-    def __init__(self, view: "ContextView", request: "Request") -> None:
+    def __init__(self, view: ContextView, request: Request) -> None:
         """Observe a request that computes the call's prompt over the context."""
         self._view, self._request = view, request
         self._first_layer = int(LATE_LAYERS * len(view.core.cache_manager.pool.keys))
@@ -149,7 +147,7 @@ class AttentionObserver:
         scale: float,
         sinks: Float[Tensor, "H"] | None,
     ) -> None:
-        """Add the attention of consecutive tokens in one layer; see `QueryObserver`."""
+        """Add the attention of consecutive tokens in one layer; see `AttentionHook`."""
         if layer < self._first_layer:
             return
         pool, entry = self._view.core.cache_manager.pool, self._request.entry
@@ -174,7 +172,7 @@ class AttentionObserver:
         return torch.stack(list(self._scores.values())).sum(dim=0).cpu()
 
 
-def probe_context(view: "ContextView", tokens: list[int], *, num_layers: int) -> ProbeContext:
+def probe_context(view: ContextView, tokens: list[int], *, num_layers: int) -> ProbeContext:
     """Run the first layers on `tokens` from position 0 on.
 
     Raises:

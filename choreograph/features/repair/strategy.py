@@ -1,51 +1,18 @@
-"""`Repair` options, and the interface of selection strategies."""
+"""Interface of the strategies that select what a repair computes."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from ...errors import ConfigError
+from torch import Tensor
+
+from ...core.core import EngineCore
 from ...kv_cache.entry import KVSlice
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...core.core import EngineCore
-    from ...request.request import Request
+from ...request.request import Request
 
 TokenRanges = list[tuple[int, int]]  # half-open, ascending, not adjacent
 
 BLOCK_SIZE = 4  # tokens that a scoring strategy selects together: every separate range is a KV read of its own
-
-
-@dataclass(frozen=True)
-class Repair:
-    """Share of the context to recompute, and the strategy that selects it.
-
-    Args:
-        share: share of the tokens of every parent, from 0 (reuse as it is) to 1 (the result of
-            prefix mode).
-        strategy: key of `REPAIR_STRATEGIES`: "first", "unseen", "deviation" or "attention".
-    """
-
-    share: float
-    strategy: str = "first"
-
-    def __post_init__(self) -> None:
-        from . import REPAIR_STRATEGIES
-
-        is_number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
-        if not is_number or not 0 <= self.share <= 1:
-            raise ConfigError(f"repair share={self.share!r}: use a number from 0 to 1")
-        if self.strategy not in REPAIR_STRATEGIES:
-            raise ConfigError(f"repair strategy={self.strategy!r}: use one of {list(REPAIR_STRATEGIES)}")
-
-    @classmethod
-    def parse(cls, value: "float | Repair | None") -> "Repair | None":
-        """Convert the `repair` argument of a call; None for no repair."""
-        repair = value if isinstance(value, Repair) or value is None else cls(value)
-        return repair if repair is not None and repair.share > 0 else None
 
 
 class ParentView(NamedTuple):
@@ -60,12 +27,12 @@ class ParentView(NamedTuple):
 class ContextView(NamedTuple):
     """Context of a call, as a selection strategy sees it."""
 
-    core: "EngineCore"
-    request: "Request"  # the call that reads the context
+    core: EngineCore
+    request: Request  # the call that reads the context
     parents: list[ParentView]
     share: float  # of the tokens to recompute
     # (C,) attention that each context token receives from the call's prompt in late layers; None without `reads_prompt`
-    attention: "Tensor | None" = None
+    attention: Tensor | None = None
 
 
 class Strategy(NamedTuple):
@@ -76,7 +43,7 @@ class Strategy(NamedTuple):
     reads_prompt: bool = False  # the prompt is computed over the context first, for `ContextView.attention`
 
 
-def select_by_score(view: ContextView, scores: "Tensor") -> list[TokenRanges]:
+def select_by_score(view: ContextView, scores: Tensor) -> list[TokenRanges]:
     """Select the blocks of tokens with the highest scores.
 
     Args:

@@ -17,7 +17,8 @@ from ...api.message import Message
 from ...api.session import Session
 from ...config import CacheConfig, EngineConfig
 from ...errors import ConfigError, DataError, InvalidRequestError
-from ...features.cross_model import LayerPattern
+from ...features.layer_variants import restrict_layers
+from ...layer_pattern import LayerPattern
 from ...layer_reuse.profile import VERSION, PatternScores, Profile, ServiceTimes
 from ...outputs import BASE_MODEL
 from ...sampling_params import SamplingParams
@@ -278,7 +279,9 @@ class PairContext:
         return self._restrict(variant, LayerPattern(last), below)
 
     def _restrict(self, variant: Message, pattern: LayerPattern, below: Message) -> Message:
-        return self.session._variants.restrict_layers(self.sender_message, variant, pattern, below)
+        restricted = restrict_layers(self.session, self.sender_message, variant, pattern, below)
+        assert isinstance(restricted, Message)
+        return restricted
 
     @cached_property
     def full_prefill(self) -> Message:

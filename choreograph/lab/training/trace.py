@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from ...api.message import Message, MessageSlice
+from ...api.message import Message
 from ...errors import DataError
+from ...messages.handle import MessageSlice
 from ...outputs import BASE_MODEL
 from ..workflows.run import StageCall
 

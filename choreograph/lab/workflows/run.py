@@ -12,11 +12,11 @@ from statistics import fmean
 from types import FrameType
 from typing import Any, NamedTuple, overload
 
+from ...api.call import PromptInput, is_batch
 from ...api.chat import ChatTurns
 from ...api.engine import Engine
 from ...api.message import Message
-from ...api.session import PromptInput, Session
-from ...api.validation import is_batch
+from ...api.session import Session
 from ...errors import ConfigError, DataError, InvalidRequestError, SamplingError
 from ...outputs import BASE_MODEL, MODES, Mode
 from ...sampling_params import SamplingParams

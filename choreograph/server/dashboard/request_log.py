@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import NamedTuple
 
-from ...api.message import Message, unwrap_slice
-from ...request.request import Request, RequestState
+from ...api.message import Message
+from ...features.explain import explain
+from ...messages.handle import MessageHandle, unwrap_slice
+from ...request.request import Purpose, Request, RequestState
 from ..reuse.answer_plan import SOURCES
 
 MAX_RECORDS, MAX_WORKFLOWS, MAX_ROWS = 200, 32, 80  # requests and workflows of a tenant, messages of a workflow
@@ -89,9 +91,9 @@ class RequestRecord:
     def observe(self) -> None:
         """Read times and counts of the answers; never runs the engine."""
         requests = [message._request for message in self.messages]
-        self.submitted = min((max(r.submit_time, r.ready_time) for r in requests), default=self.submitted)
-        self.started = min((r.start_time for r in requests if r.start_time is not None), default=None)
-        self.first_token = min((r.first_token_time for r in requests if r.first_token_time is not None), default=None)
+        self.submitted = min((max(r.times.submitted, r.times.ready) for r in requests), default=self.submitted)
+        self.started = min((r.times.started for r in requests if r.times.started is not None), default=None)
+        self.first_token = min((r.times.first_token for r in requests if r.times.first_token is not None), default=None)
         self.generated = sum(len(r.decode_state.tokens) for r in requests if r.decode_state is not None)
 
 
@@ -124,7 +126,7 @@ class RequestLog:
 
     def start(self, tenant: str, workflow: str, label: str, reuse: str, messages: Sequence[Message]) -> RequestRecord:
         """Add a request that was submitted."""
-        submitted = min((message._request.submit_time for message in messages), default=time.perf_counter())
+        submitted = min((message._request.times.submitted for message in messages), default=time.perf_counter())
         record = RequestRecord(self._new_number(), tenant, workflow, label, reuse, messages, submitted)
         self._tenants.setdefault(tenant, TenantLog()).records.append(record)
         return record
@@ -133,7 +135,7 @@ class RequestLog:
         """End a request; its messages may have been released."""
         log = self._tenants[record.tenant]
         record.observe()
-        ends = [message._request.finish_time for message in record.messages]
+        ends = [message._request.times.finished for message in record.messages]
         record.ended = max((end for end in ends if end is not None), default=time.perf_counter())
         record.status = "finished" if is_complete else "failed"
         record.tokens = {source: tokens[source] for source in SOURCES if tokens.get(source)} if is_complete else {}
@@ -180,7 +182,7 @@ class RequestLog:
             log.graphs.popitem(last=False)
 
 
-def _has_kv(message: Message) -> bool:
+def _has_kv(message: MessageHandle) -> bool:
     """True for a complete message that was computed, not only text."""
     request = message._request
     return (
@@ -192,10 +194,10 @@ def _has_kv(message: Message) -> bool:
 
 def _is_computed(request: Request) -> bool:
     """True for a prefill of all layers that was not cached."""
-    return request.finish_reason == "encoded" and request.computed_layers is None
+    return request.finish_reason == "encoded" and request.layers is None
 
 
-def _row(message: Message, label: str, known: set[int]) -> MessageRow:
+def _row(message: MessageHandle, label: str, known: set[int]) -> MessageRow:
     """Return the bars of a message.
 
     Args:
@@ -207,7 +209,8 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
     own = (message.id, message.position, num_prompt)
     spans = [v or (0, len(p.tokens)) for p, v in zip(request.parents, request.parent_slices, strict=True)]
     starts = list(request.parent_positions)
-    if request.repaired_positions:  # pieces of the parents, without gaps
+    is_rewritten = any(parent.purpose is Purpose.CONTEXT for parent in request.parents)
+    if is_rewritten or len(starts) != len(spans):  # pieces of the parents, without gaps
         starts = list(accumulate((end - first for first, end in spans), initial=0))[:-1]
     parents = [  # (request, its visible tokens, their position in it, their position here)
         (parent, end - first, _base_position(parent) + first, start)
@@ -219,7 +222,7 @@ def _row(message: Message, label: str, known: set[int]) -> MessageRow:
             bars += _split(source, start, num_tokens, request.usage.cached_tokens)
     else:
         for parent, num_tokens, position, start in parents:
-            is_new = parent.is_repair or (parent.id not in known and _is_computed(parent))
+            is_new = parent.purpose is Purpose.CONTEXT or (parent.id not in known and _is_computed(parent))
             kind = "computed" if is_new else "reused" if start == position else "moved"
             bars.append(ContextBar(parent.id, start, num_tokens, kind))
         num_computed = request.usage.computed_tokens - request.usage.repaired_tokens - len(footer)
@@ -237,11 +240,11 @@ def _base_position(request: Request) -> int:
     return owner.entry.base_position if owner.entry is not None else owner.position or 0
 
 
-def _parent_rows(message: Message, known: set[int]) -> Iterator[ParentRow]:
+def _parent_rows(message: MessageHandle, known: set[int]) -> Iterator[ParentRow]:
     """Yield the parents of an answer, compared with prefix mode."""
     if message.kind != "decode" or len(message.parents) > MAX_PARENTS:
         return
-    for parent, explained in zip(message.parents, message.explain().parents, strict=True):
+    for parent, explained in zip(message.parents, explain(message).parents, strict=True):
         request = unwrap_slice(parent)._request
         is_new = request.id not in known and _is_computed(request)
         reused, computed = (0, explained.reused) if is_new else (explained.reused, 0)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...api.message import Message, MessageSlice
+from ...api.message import Message
 from ...api.session import Session
-from ...request.request import TokenMask
+from ...messages.handle import MessageSlice
+from ...request.decode_state import TokenMask
 from ...sampling_params import SamplingParams
 
 

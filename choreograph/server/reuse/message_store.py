@@ -16,6 +16,7 @@ from ...api.message import Message
 from ...api.session import Session
 from ...features.budget import Budget
 from ...features.guard import Labels, OnLeak
+from ...features.other_models import LayerSelection
 from ...kv_cache.entry import KVEntry
 from ...namespace import Client
 from ...request.request import RequestState
@@ -93,8 +94,8 @@ class StoredMessage:
     def is_partial(self) -> bool:
         """True if only some layers were computed, or may be."""
         request = self.message._request
-        is_selected_later = request.selects_from is not None and request.state is RequestState.WAITING
-        return request.computed_layers is not None or is_selected_later
+        is_selected_later = request.extension(LayerSelection) is not None and request.state is RequestState.WAITING
+        return request.layers is not None or is_selected_later
 
     @property
     def is_imported(self) -> bool:
@@ -105,7 +106,9 @@ class StoredMessage:
     def is_arriving(self) -> bool:
         """True if some of it has not arrived from another engine."""
         entry = self.message._request.entry
-        return self.lineage is None and (entry is None or not entry.can_recompute)  # which it can once it is here
+        return self.lineage is None and (
+            entry is None or not entry.storage.can_recompute
+        )  # which it can once it is here
 
     @property
     def is_usable(self) -> bool:
@@ -232,7 +235,7 @@ class MessageStore:
 
     def senders_of(self, model: str) -> tuple[str, ...]:
         """Return the models whose layers a model reuses."""
-        return self._engine.core.cross_model_reuse.senders_of(model)
+        return self._engine.other_models.senders_of(model)
 
     def sender_keys(self, key: WorkflowKey, repair: float | None, max_kl: float | None) -> list[WorkflowKey]:
         """Return the keys of the messages whose layers a request may reuse."""
@@ -290,7 +293,7 @@ class MessageStore:
 
     def track(self, tenant: str, name: str, session: Session) -> AgentTracker | None:
         """Track the agents of a workflow if the eviction policy uses it."""
-        if self._engine.core.config.cache.eviction != "workflow":
+        if not self._engine.core.config.cache.uses_hints:
             return None
         return AgentTracker(session, self.graphs.get((tenant, name)))
 

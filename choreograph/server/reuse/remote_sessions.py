@@ -13,11 +13,12 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from ...api.chat import EncodedTurn, Turn
-from ...api.message import Message, MessageSlice
+from ...api.message import Message
 from ...api.session import Session
 from ...api.validation import follows_system_turn, require_chat_template
 from ...errors import ChoreographError, InvalidRequestError
 from ...kv_cache.manager import POLL_SECONDS
+from ...messages.handle import MessageSlice
 from ...namespace import UNSALTED, Client
 from ...outputs import BASE_MODEL, TokenLogprob
 from ...request.request import RequestState

@@ -16,8 +16,10 @@ from typing import Any
 
 from ...agents import Agent
 from ...api.engine import Engine
-from ...api.message import Message, MessageSlice
+from ...api.message import Message
 from ...errors import InvalidRequestError, LeakError
+from ...features.layer_variants import prefill_layers
+from ...messages.handle import MessageSlice
 from ...namespace import serialize
 from ...utils import call_all
 from ..openai.chat_prompt import ChatPrompt
@@ -189,9 +191,10 @@ class _PlanBuilder:
         Some of its layers are computed in this context.
         """
         self._store.use(stored)
-        message = self.workflow.session._variants.prefill_layers(
-            stored.message, self.parents, *self._places(), priority=self._answers[0].priority
+        message = prefill_layers(
+            self.workflow.session, stored.message, self.parents, *self._places(), priority=self._answers[0].priority
         )
+        assert isinstance(message, Message)
         self._note_arriving(stored)
         self._submit(message, content_keys, source=stored)
         self._is_prefix = False

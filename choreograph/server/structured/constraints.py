@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ...errors import InvalidRequestError
-from ...request.request import TokenMask
+from ...request.decode_state import TokenMask
 from ...utils import require
 from .grammar_check import CHECKER, PARSER_LIMITS, GrammarChecker, large_stacks
 from .grammar_tokenizer import tokenizer_options

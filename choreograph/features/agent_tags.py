@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from .message import Message
+from ..context.feature import ContextFeature, RequestDraft
+from ..request.request import Request
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,7 +16,7 @@ class RequestTag:
 
     session: object  # session whose requests are tagged
     agent_key: object  # given to every request
-    on_message: "Callable[[Message], None]"  # called with every message
+    on_message: Callable[[Any], None]  # called with every message
 
 
 # Tasks, threads and concurrent programs each have their own; a new task inherits the tags of its creator.
@@ -42,3 +42,35 @@ def current_tag(session: object) -> RequestTag | None:
         if tag.session is session:
             return tag
     return None
+
+
+@dataclass
+class AgentKey:
+    """Agent that a request's KV entry belongs to, for eviction hints."""
+
+    key: object
+
+
+def agent_key_of(request: Request) -> object:
+    """Return the key of the agent that made a request; None if there is none."""
+    agent = request.extension(AgentKey)
+    return None if agent is None else agent.key
+
+
+class AgentTags(ContextFeature):
+    """Attribution of requests and their KV entries to agents."""
+
+    def attach(self, core: Any) -> None:
+        self._core = core
+
+    def prepare(self, draft: RequestDraft) -> None:
+        """Attribute a request to the agent whose block it is made in."""
+        tag = current_tag(draft.session)
+        if tag is not None and tag.agent_key is not None:
+            draft.request.extend(AgentKey(tag.agent_key))
+
+    def admitted(self, request: Request) -> None:
+        """Attribute the KV entry to the request's agent."""
+        agent = request.extension(AgentKey)
+        if agent is not None:
+            self._core.cache_manager.hints.set_agent(request.entry, agent.key)

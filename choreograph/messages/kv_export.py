@@ -22,8 +22,8 @@ from ..errors import (
     MessageReleasedError,
     SessionClosedError,
 )
-from ..kv_cache.container import Block, ContainerFile, EntryInfo, Header, TensorKey, as_bytes, as_tensor
-from ..kv_cache.entry import KVEntry, KVSlice
+from ..kv_cache.container import Block, ContainerFile, EntryInfo, Header, TensorKey, as_bytes
+from ..kv_cache.entry import EntryLayers, KVEntry
 from ..kv_cache.hashing import portable_content_hash
 from ..kv_cache.pool import KVPool, LayerKeyValues
 from ..kv_cache.tiers import TransferOps
@@ -112,7 +112,7 @@ class KVSnapshot(NamedTuple):
             header = file.header
             if len(header.entries) != 1 or not header.blocks:
                 raise header.error(f"is no snapshot of one message, it has {len(header.entries)} entries")
-            blocks = [file.read(index) for index in range(len(header.blocks))]
+            blocks = file.read_all()
         (snapshot,) = to_snapshots(header, blocks)
         return snapshot._replace(checksum=header.combine(block.checksum for block in blocks))
 
@@ -134,10 +134,8 @@ def to_snapshots(header: Header, blocks: Iterable[Block]) -> list[KVSnapshot]:
     tensors: list[dict[TensorKey, Tensor]] = [{} for _ in header.entries]
     for block in blocks:
         info = header.blocks[block.number]
-        assert header.dtype is not None
         for kind, rows in zip(info.kinds, block.tensors, strict=True):
-            shape = header.entries[info.entry].shapes[info.layer, kind]
-            tensors[info.entry][info.layer, kind] = as_tensor(rows, header.dtype, shape)
+            tensors[info.entry][info.layer, kind] = header.as_tensor(info, kind, rows)
     snapshots = []
     for entry, found in zip(header.entries, tensors, strict=True):
         layer_ids = sorted(layer for layer, kind in found if kind == "keys")
@@ -149,6 +147,13 @@ def to_snapshots(header: Header, blocks: Iterable[Block]) -> list[KVSnapshot]:
     return snapshots
 
 
+def wait_encoded(core: EngineCore, request: Request) -> None:
+    """Run the engine until the KV of every token is computed."""
+    core.run_until(
+        request, lambda: request.tokens_final and request.entry is not None and request.entry.is_materialized
+    )
+
+
 def attach_entry(core: EngineCore, request: Request, entry: KVEntry) -> None:
     """Complete a request that was never queued with an existing KV entry."""
     with core.lock:
@@ -157,7 +162,7 @@ def attach_entry(core: EngineCore, request: Request, entry: KVEntry) -> None:
         request.entry, request.state = entry, RequestState.RUNNING
         core.cache_manager.acquire(entry, request.message_owner)
         request.usage = Usage(cached_tokens=len(request.prompt))
-        core.finish(request, RequestState.DONE, "cached")
+        core.lifecycle.finish(request, RequestState.DONE, "cached")
 
 
 def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
@@ -176,7 +181,7 @@ def copy_kv(core: EngineCore, request: Request, *, with_inputs: bool = False) ->
         raise InvalidRequestError(
             f"message {request.id} was computed in {request.mode} mode, where KV entries belong to whole prompts"
         )
-    if request.computed_layers is not None:
+    if request.layers is not None:
         raise InvalidRequestError(
             f"message {request.id} was computed in some layers only: export the message it comes from"
         )
@@ -192,9 +197,9 @@ def try_copy_kv(core: EngineCore, request: Request) -> KVSnapshot | None:
     is whole if the list is the same afterwards. None if it is not, or if the KV entry is not complete in CPU memory.
     """
     entry, pool = request.entry, core.cache_manager.pool
-    if request.mode != "choreographed" or request.computed_layers is not None or request.released or entry is None:
+    if request.mode != "choreographed" or request.layers is not None or request.released or entry is None:
         return None
-    if pool.keys[0].device.type != "cpu" or not request.tokens_final or entry.is_aliased:
+    if pool.keys[0].device.type != "cpu" or not request.tokens_final or entry.shared_header is not None:
         return None
     pages = entry.pages
     if entry.location != "device" or not entry.is_complete:
@@ -207,7 +212,7 @@ def _snapshot(core: EngineCore, entry: KVEntry, pages: list[int], *, with_inputs
     weights_hash, pool, slots = core.model_set.weights_hash, core.cache_manager.pool, entry.slots_in(pages)
     model_hash = weights_hash(entry.model)
     content_hash = portable_content_hash(entry.tokens, entry.base_position, entry.context, entry.model, weights_hash)
-    inputs = {layer: pool.export_inputs(layer, slots) for layer in entry.cached_hidden_layers if with_inputs}
+    inputs = {layer: pool.export_inputs(layer, slots) for layer in entry.layers.hidden if with_inputs}
     return KVSnapshot(entry.base_position, pool.export_slots(slots), model_hash, content_hash, inputs=inputs)
 
 
@@ -221,7 +226,7 @@ def resident(core: EngineCore, request: Request) -> Iterator[KVEntry]:
     owner_id = -request.id
     with core.lock, ExitStack() as owned:
         entry = _require_entry(request)
-        owners = [(entry, ("call", owner_id)), *((s.entry, ("message", owner_id)) for s in entry.context)]
+        owners = [(entry, ("call", owner_id)), *((e, ("message", owner_id)) for e in entry.read_entries)]
         for owned_entry, owner in owners:
             core.cache_manager.acquire(owned_entry, owner)
             owned.callback(core.cache_manager.release, owned_entry, owner)
@@ -229,8 +234,7 @@ def resident(core: EngineCore, request: Request) -> Iterator[KVEntry]:
             while not (entry := _require_entry(request)).is_complete:
                 is_stuck = False
                 try:
-                    whole = KVSlice(entry, 0, len(entry.tokens), entry.base_position)
-                    core.context_loader.ensure_resident(owner_id, [whole])
+                    core.context_loader.ensure_resident(owner_id, [entry])
                 except CacheFullError:
                     is_stuck = not core.cache_manager.has_pending  # before the step, which polls transfers
                     if is_stuck and not core.step(wait=False):
@@ -329,8 +333,8 @@ def import_kv(
                 pool.import_slots(entry.slots, snapshot.layers)
                 entry.num_scheduled_tokens = entry.num_computed_tokens = len(entry.tokens)
             else:
-                entry.can_recompute = False  # until it is here: its readers would get it without its context
-                ops = load(pool, entry)._replace(finish=partial(setattr, entry, "can_recompute", True))
+                entry.storage.can_recompute = False  # until it is here: its readers would get it without its context
+                ops = load(pool, entry)._replace(finish=partial(setattr, entry.storage, "can_recompute", True))
                 executor = make_executor(pool.keys[0].device, idle_seconds=0)  # of its own: it waits for no other load
                 core.cache_manager.offload_manager.load_remote(entry, ops, executor)
             core.events.emit("imported", request=request.id, tokens=len(entry.tokens))
@@ -405,22 +409,19 @@ def start_remote_load(
     entry: KVEntry,
     ops: TransferOps,
     executor: ThreadExecutor,
-    *,
-    cached_hidden_layers: frozenset[int],
-    missing_layers: frozenset[int],
+    layers: EntryLayers,
 ) -> None:
     """Complete a prefill with a reserved KV entry that is still loading.
 
     Args:
         ops: transfer operations that load it at the entry's base position.
         executor: runs them.
-        cached_hidden_layers: layers whose input hidden states are loaded too.
-        missing_layers: layers whose keys and values are not loaded.
+        layers: what is loaded of each layer.
     """
     with core.lock, ExitStack() as on_error:
         on_error.callback(cancel_reservation, core, request, entry)
-        entry.cached_hidden_layers, entry.missing_layers = cached_hidden_layers, missing_layers
-        entry.can_recompute = False
+        entry.layers = layers
+        entry.storage.can_recompute = False
         core.cache_manager.offload_manager.load_remote(entry, ops, executor)
         _adopt(core, request, entry, entry.base_position)
         on_error.pop_all()

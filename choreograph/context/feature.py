@@ -1,0 +1,204 @@
+"""The door for features: what changes which keys and values a request reads.
+
+The core calls features when a request is built, submitted, admitted and finished, never for a token. A feature knows
+requests, their parents and namespaces; it knows nothing of queues and batches.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ..errors import ConfigError, InvalidRequestError
+from ..namespace import Namespace
+from ..request.request import Request
+
+Parser = Callable[[Any], Any]  # returns the valid value of an option, or raises a ChoreographError
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The request can be placed."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The request is looked at again in the next step."""
+
+    for_capacity: bool = True  # later requests may pass over it a bounded number of times
+
+
+@dataclass(frozen=True)
+class Prefills:
+    """Requests to compute before the request is looked at again.
+
+    New ones, or finished ones whose keys and values are lost.
+    """
+
+    requests: Sequence[Request]
+
+
+READY = Ready()
+
+Outcome = Ready | Wait | Prefills
+
+
+@dataclass
+class RequestDraft:
+    """Request that is being built from a call of a session."""
+
+    request: Request
+    message: Any  # handle of the request
+    session: Any  # that builds it
+    options: dict[str, Any]  # of features: of the call, else of the session, else None
+    given: Mapping[str, Any]  # of features: of the call itself
+    copy_of: Request | None = None  # message whose tokens are encoded again, not for a call
+
+
+class ContextFeature:
+    """Base class of features; an engine has one instance of each.
+
+    `Engine(features=[...])` registers them. State of a request lives in `Request.extensions`.
+    """
+
+    # parsers by name of the options of `prefill`, `decode` and `Engine.session`; None is never parsed: not given
+    options: ClassVar[Mapping[str, Parser]] = {}
+    session_options: ClassVar[Mapping[str, Parser]] = {}  # of `Engine.session` alone
+
+    def attach(self, core: Any) -> None:
+        """Take what the feature needs of an engine."""
+
+    def opened(self, session: Any) -> None:
+        """Prepare a session that was opened with its options (`session.defaults`)."""
+
+    def prepare(self, draft: RequestDraft) -> None:
+        """Check the options of a call and set the state of its request.
+
+        Nothing else may change: a later call of the same list may be refused.
+        """
+
+    def submit(self, draft: RequestDraft) -> None:
+        """Replace the parents of a request, if needed by others that are submitted first."""
+
+    def namespace(self, request: Request) -> Hashable:
+        """Return what separates the request's keys and values; None shares them.
+
+        It is text, a number, bytes, or tuples, sets and dataclasses of these.
+        """
+        return None
+
+    def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
+        """Replace parents, slices or offsets of a request whose parents are final.
+
+        Called before the request is placed, and again after `Wait`, after `Prefills` and for each try to admit it: the
+        second result must equal the first.
+
+        Args:
+            may_load: False while an earlier request waits for capacity: load nothing.
+
+        Raises:
+            CacheFullError: if there is no capacity at the moment; the request waits.
+            ChoreographError: any other one fails the request.
+        """
+        return READY
+
+    def admitted(self, request: Request) -> None:
+        """Take note of a request that has a KV entry now."""
+
+    def finished(self, request: Request) -> None:
+        """Drop what only a running request needs."""
+
+
+class FeatureSet:
+    """Features of one engine, in the order in which they are called."""
+
+    def __init__(self, features: Iterable[ContextFeature]) -> None:
+        self.all = tuple(features)
+        self.parsers: dict[str, Parser] = {}  # by name, of the options of a call
+        self.session_parsers: dict[str, Parser] = {}  # by name, of the options of a session
+        for feature in self.all:
+            if not isinstance(feature, ContextFeature):
+                raise ConfigError(f"features: {feature!r} is no ContextFeature: give instances of subclasses")
+            for name in (*feature.options, *feature.session_options):
+                if name in self.session_parsers:
+                    raise ConfigError(f"features: two have the option {name!r}: rename one")
+            self.parsers |= feature.options
+            self.session_parsers |= {**feature.options, **feature.session_options}
+        self.preparing, self.submitting = self._with("prepare"), self._with("submit")
+        self.rewriting, self.naming = self._with("rewrite"), self._with("namespace")
+        self.admitting, self.finishing = self._with("admitted"), self._with("finished")
+
+    def _with(self, method: str) -> tuple[ContextFeature, ...]:
+        """Return the features that have a method of their own."""
+        base = getattr(ContextFeature, method)
+        return tuple(feature for feature in self.all if getattr(type(feature), method) is not base)
+
+    def get(self, kind: type[Any]) -> Any:
+        """Return the feature of a type."""
+        return next(feature for feature in self.all if type(feature) is kind)
+
+    def attach(self, core: Any) -> None:
+        for feature in self.all:
+            feature.attach(core)
+
+    def parse_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Validate the options of a session.
+
+        Raises:
+            ConfigError: if there is no option of a name, or a value is invalid.
+        """
+        for name in options:
+            if name not in self.session_parsers:
+                raise ConfigError(
+                    f"{name}={options[name]!r}: a session has no such option: use {[*self.session_parsers]}"
+                )
+        return {name: self.session_parsers[name](value) for name, value in options.items() if value is not None}
+
+    def draft(
+        self,
+        request: Request,
+        message: Any,
+        session: Any,
+        options: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        copy_of: Request | None = None,
+    ) -> RequestDraft:
+        """Let the features prepare a request.
+
+        Args:
+            options: of the call; names are known.
+            defaults: valid options of the session.
+        """
+        given = {}
+        for name, value in options.items():
+            if value is not None:
+                given[name] = self.parsers[name](value)
+        draft = RequestDraft(request, message, session, {**defaults, **given}, given, copy_of)
+        for feature in self.preparing:
+            feature.prepare(draft)
+        return draft
+
+    def submit(self, draft: RequestDraft) -> None:
+        """Let the features replace parents, and separate the cache."""
+        for feature in self.submitting:
+            feature.submit(draft)
+        self.set_namespace(draft.request)
+
+    def set_namespace(self, request: Request) -> None:
+        """Add what features separate to the request's namespace."""
+        if self.naming:
+            parts = tuple(
+                (type(feature).__qualname__, part)
+                for feature in self.naming
+                if (part := feature.namespace(request)) is not None
+            )
+            if parts:
+                request.namespace = _with_parts(request.namespace, parts)
+
+
+def _with_parts(namespace: Namespace, parts: tuple[tuple[str, Hashable], ...]) -> Namespace:
+    extended = replace(namespace, features=parts)
+    try:
+        _ = extended.digest
+    except TypeError as exc:
+        raise InvalidRequestError(f"namespace of a feature: {exc}") from None
+    return extended

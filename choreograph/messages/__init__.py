@@ -1,0 +1,1 @@
+"""Handles of messages, and copies of their keys and values."""
