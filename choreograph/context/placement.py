@@ -99,7 +99,7 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
         _check_unshifted(kv_slices, model_info.name)
     if request.is_decode or request.hook is not None:
         return Placement(list(request.prompt), request.position, kv_slices)
-    namespace, copy, source = namespace_of(request, model_info), request.reencoding, None
+    namespace, source, copy = namespace_of(request, model_info), None, request.reencoding
     if copy is not None and copy.layers is not None:
         source = copy.source.entry
         if not copy.layers:

@@ -11,8 +11,8 @@ from ..context.residency import ContextLoader
 from ..errors import CacheFullError, ChoreographError, LostContextError, RequestFailedError, RequestTooLargeError
 from ..events import EventBus
 from ..kv_cache.entry import EntryLayers
-from ..kv_cache.fixed_parts import split_path
 from ..kv_cache.manager import KVCacheManager
+from ..kv_cache.splits import split_path
 from ..models.info import ModelInfo
 from ..models.model_set import ModelSet
 from ..outputs import Usage

@@ -113,8 +113,8 @@ class EngineCore:
         """Compute a discarded KV entry again in its newly allocated pages."""
         request = Request.for_recompute(self.new_id(), entry, self.model_set.weights_group(entry.model))
         try:
-            for kv_slice in entry.context:
-                self.cache_manager.acquire(kv_slice.entry, request.request_owner)
+            for read_entry in entry.read_entries:
+                self.cache_manager.acquire(read_entry, request.request_owner)
             self.cache_manager.acquire(entry, request.request_owner)
             self.events.emit("recomputing", request=request.id, entry=entry.id, tokens=len(entry.tokens))
         except BaseException:

@@ -106,6 +106,8 @@ class EvictionOrder:
 
     def __call__(self, candidates: Iterable[EvictionCandidate]) -> list[int]:
         """Return the IDs of all candidates, first to evict first."""
+        if self.name in EVICTION_POLICIES:
+            return self._policy(candidates)
         candidates = list(candidates)
         try:
             order = list(self._policy(list(candidates)))

@@ -116,10 +116,7 @@ def test_what_a_closed_engine_does_not_take_back_leaves_nothing_held(engine):
     with tiny_models.engine().session() as session:
         copy = session.prefill(TOKENS).export_kv()
     with engine.session() as session:
-        coming, work = (
-            session.build(Call("prefill", [1, 2, 3])).request,
-            TransferOps(lambda layer: None),
-        )
+        coming, work = session.build(Call("prefill", [1, 2, 3])).request, TransferOps(lambda layer: None)
         entry = copies.reserve(inspect(engine).core, coming)
         engine.close()
         with pytest.raises(SessionClosedError):

@@ -103,7 +103,7 @@ class EngineView:
 
     @property
     def prefix_tree(self) -> Any:
-        """Prefix tree of the prompts of all namespaces."""
+        """Prefix tree of all namespaces."""
         return self.core.cache_manager.prefix_tree
 
     @property

@@ -21,13 +21,21 @@ from choreograph.lab.training.packed_forward import forward_no_grad, pack
 from choreograph.lab.training.trace import TracedCall
 from choreograph.layer_reuse.remote import RemoteSender, serve
 from choreograph.models import hf_model as adapter_module
-
-from .inspect_engine import inspect
+from helpers.inspect_engine import inspect
 
 MODES = ("choreographed", "prefix", "naive")
 FAMILIES = ("llama", "qwen2", "gemma2")
 CACHE = CacheConfig(capacity=1024, page_size=4, poison_freed_pages=True)
-SMALL = CacheConfig(capacity=48, page_size=4, poison_freed_pages=True, host_capacity=32, disk_capacity=4096)
+
+
+def oldest_first(candidates):
+    """A user's own eviction policy, of which every process has its own object."""
+    return [candidate.id for candidate in sorted(candidates, key=lambda candidate: candidate.created)]
+
+
+SMALL = CacheConfig(
+    capacity=48, page_size=4, poison_freed_pages=True, host_capacity=32, disk_capacity=4096, eviction=oldest_first
+)
 CONTEXT = [5, 9, 17, 3, 44, 21, 8, 30, 2, 11]
 BELOW = [12, 13, 14]
 KEYS_WHOLE = {f"model.layers.*.self_attn.{name}": "replicate" for name in ("k_proj", "v_proj")}

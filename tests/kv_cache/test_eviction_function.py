@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from helpers import tiny_models
+from helpers.inspect_engine import inspect
 
 from choreograph import CacheConfig, EngineConfig, SamplingParams
 from choreograph.kv_cache.eviction import EvictionCandidate, least_recently_used, policy_name
@@ -26,7 +27,7 @@ def run(eviction):
         texts = [session.prefill([start] * 16).result() for start in (1, 2, 3)]
         answers = [session.decode([9, 9], [text], sampling=GREEDY).tokens for text in texts]
         session.prefill([4] * 40).result()
-        ids = [text._request.entry.id for text in texts]
+        ids = [inspect(text).entry.id for text in texts]
         engine.check()
     return answers, [ids.index(data["entry"]) for data in evicted if data["entry"] in ids], evicted
 

@@ -323,12 +323,12 @@ def test_what_varies_is_worth_something_while_a_message_names_it():
     store.check()
 
 
-def prefetch(prefetcher: Prefetcher, name: bytes, max_loads: int) -> bool:
+def prefetch(store: KVCacheManager, prefetcher: Prefetcher, name: bytes, max_loads: int) -> bool:
     """Ask for a part, and return whether its load was started."""
-    before = prefetcher._cache_manager.offload_manager.num_loads
+    before = store.offload_manager.num_loads
     prefetcher.update("w", [name], max_loads)
     prefetcher.run()
-    return prefetcher._cache_manager.offload_manager.num_loads > before
+    return store.offload_manager.num_loads > before
 
 
 def test_a_prefetch_evicts_nothing_unless_enough_can_be_evicted():
@@ -342,14 +342,14 @@ def test_a_prefetch_evicts_nothing_unless_enough_can_be_evicted():
     soon, _ = whole(store, 12, "soon", holder=None)
     late, _ = whole(store, 4, "late", holder=None)
     store.hints.update("w", EvictionHints({b"large": 1.0, b"soon": 1.0, b"late": 5.0}))
-    assert not prefetch(prefetcher, b"large", 4) and not mover.queue
+    assert not prefetch(store, prefetcher, b"large", 4) and not mover.queue
     assert (large.location, soon.location, late.location) == ("host", "device", "device")
     assert not prefetcher.is_pending  # until pages become usable, or other parts are asked for
     store.hints.update("w", EvictionHints({b"large": 1.0, b"soon": 6.0, b"late": 5.0}))
-    assert not prefetch(prefetcher, b"large", 4)  # the room is on its way
+    assert not prefetch(store, prefetcher, b"large", 4)  # the room is on its way
     mover.run(), store.poll_transfers()
     assert (soon.location, late.location) == ("host", "host")
-    assert prefetcher.is_pending and prefetch(prefetcher, b"large", 4)
+    assert prefetcher.is_pending and prefetch(store, prefetcher, b"large", 4)
     mover.run(), store.poll_transfers()
     store.check()
 
@@ -367,7 +367,7 @@ def test_a_prefetch_leaves_what_is_wanted_as_soon():
     assert (one.location, two.location) == ("host", "device")
     store.acquire(one, MESSAGE), store.release(one, MESSAGE)  # used last: among equals the other one would go first
     store.hints.update("w", EvictionHints({b"one": 1.0, b"two": 1.0}))
-    assert not prefetch(prefetcher, b"one", 4) and not mover.queue and two.location == "device"
+    assert not prefetch(store, prefetcher, b"one", 4) and not mover.queue and two.location == "device"
 
 
 def test_a_copy_that_a_call_waits_for_stays_in_its_tier():
@@ -396,14 +396,14 @@ def test_a_prefetch_takes_the_place_only_of_what_is_wanted_later():
     late, _ = whole(store, 8, "late", holder=None)
     assert early.location == "host" and late.location == "device"
     store.hints.update("w", EvictionHints({b"early": 5.0, b"late": 2.0}))
-    assert not prefetch(prefetcher, b"early", 4) and not mover.queue
+    assert not prefetch(store, prefetcher, b"early", 4) and not mover.queue
     store.hints.update("w", EvictionHints({b"early": 1.0, b"late": 2.0}))
-    assert not prefetch(prefetcher, b"early", 4)  # the room is on its way
+    assert not prefetch(store, prefetcher, b"early", 4)  # the room is on its way
     mover.run(), store.poll_transfers()
     assert late.location == "host"
-    assert not prefetch(prefetcher, b"early", 0)  # a limit on loads at a time
-    assert prefetch(prefetcher, b"early", 1) and early.location == "loading"
-    assert not prefetch(prefetcher, b"early", 2)  # never two loads of one thing
+    assert not prefetch(store, prefetcher, b"early", 0)  # a limit on loads at a time
+    assert prefetch(store, prefetcher, b"early", 1) and early.location == "loading"
+    assert not prefetch(store, prefetcher, b"early", 2)  # never two loads of one thing
     mover.run(), store.poll_transfers()
     assert early.location == "device"
     store.check()

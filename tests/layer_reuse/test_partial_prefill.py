@@ -25,7 +25,6 @@ from choreograph.errors import (
     RequestFailedError,
 )
 from choreograph.features.layer_variants import prefill_layers, restrict_layers
-from choreograph.features.other_models import ModelVariant
 from choreograph.kv_cache.entry import EntryLayers
 from choreograph.kv_cache.tiers import TransferOps
 from choreograph.layer_pattern import LayerPattern
