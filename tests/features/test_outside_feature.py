@@ -82,9 +82,7 @@ def ask(session, first):
     parents = [session.prefill(text) for text in TEXTS]
     own = session.prefill([33, 34, 35], parents, read_from=first)
     calls = [([4, 6], parents, None), ([4], [own, parents[0]], None), ([8], parents[::-1], [20, 1, 9])]
-    return [
-        session.decode(header, read, offsets, read_from=first, sampling=GREEDY) for header, read, offsets in calls
-    ]
+    return [session.decode(header, read, offsets, read_from=first, sampling=GREEDY) for header, read, offsets in calls]
 
 
 def ask_with_slices(session, first):
@@ -168,9 +166,11 @@ def test_wrong_values_and_engines_without_it_are_refused():
             session.decode([3], [parent], read_from=-1)
     with pytest.raises(ConfigError, match="read_from='x'"):
         engine().session(read_from="x")
-    with tiny_models.engine().session() as session:
-        with pytest.raises(InvalidRequestError, match="read_from=2: no such argument"):
-            session.decode([3], read_from=2)
+    with (
+        tiny_models.engine().session() as session,
+        pytest.raises(InvalidRequestError, match="read_from=2: no such argument"),
+    ):
+        session.decode([3], read_from=2)
     with pytest.raises(ConfigError, match="no such option"):
         tiny_models.engine().session(read_from=2)
     with pytest.raises(ConfigError, match="two have the option 'read_from'"):
