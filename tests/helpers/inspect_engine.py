@@ -103,6 +103,11 @@ class EngineView:
         return self.core.cache_manager.hints
 
     @property
+    def num_hint_sources(self) -> int:
+        """Workflows that give eviction hints."""
+        return len(self.core.cache_manager.hints._hints)
+
+    @property
     def prefix_tree(self) -> Any:
         """Prefix tree of all namespaces."""
         return self.core.cache_manager.prefix_tree
