@@ -203,12 +203,12 @@ def _calls_of_batch(call: Call, names: Collection[str]) -> list[Call]:
     first, calls = PROMPT_NAMES[call.kind], []
     for request in call.prompt:
         options = dict(request)
-        if first not in options:
-            _check_names(call.kind, options, names)
-            raise InvalidRequestError(f"{options!r}: a request needs {first!r}")
         placement = options.pop("parents", ()), options.pop("offsets", None), options.pop("new_offset", None)
-        calls.append(Call(call.kind, options.pop(first), *placement, options))
+        prompt = options.pop(first, None)
         _check_names(call.kind, options, names)
+        if prompt is None:
+            raise InvalidRequestError(f"{request!r}: a request needs {first!r}")
+        calls.append(Call(call.kind, prompt, *placement, options))
     return calls
 
 
