@@ -1,4 +1,4 @@
-# make setup | demo | serve | test | test-isa | test-vllm | check | docs | bench NAME=... [ARGS=...]
+# make setup | demo | serve | test | test-all | test-isa | test-vllm | check | style | docs | bench NAME=... [ARGS=...]
 # Everything runs inside .venv, test-vllm inside .venv-vllm.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup demo serve test test-isa test-vllm test-all check format docs bench wheel clean
+.PHONY: setup demo serve test test-isa test-vllm test-all test-slow check style format docs bench wheel clean
 
 setup: $(READY)
 
@@ -27,26 +27,38 @@ serve: $(READY)
 	$(BIN)/choreograph serve --dashboard $(ARGS)
 
 # Two files at a time, each on one thread: on few cores, threads of two processes would starve each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+MORE_EXAMPLES := CHOREOGRAPH_EXAMPLES=0.375
+
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
+
+# All tests but those of a GPU, with more examples of properties. CHOREOGRAPH_THOROUGH=1 tries all examples.
+test-all: $(READY)
+	$(MORE_EXAMPLES) $(PYTEST) -m 'not gpu'
+
+# What test-all adds to test.
+test-slow: $(READY)
+	$(MORE_EXAMPLES) $(PYTEST) -m '(slow or hypothesis) and not gpu'
 
 # Tests of numbers, once for each instruction set that the processor can be limited to.
 test-isa: $(READY)
-	$(BIN)/python .ci/test_isa.py
+	$(MORE_EXAMPLES) $(BIN)/python .ci/test_isa.py
 
 # Tests of choreograph.vllm against vLLM, in an environment of its own.
 test-vllm:
 	.ci/vllm_environment.sh --python $(PYTHON)
-	.venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile tests_vllm $(ARGS)
-
-test-all: $(READY)
-	CHOREOGRAPH_THOROUGH=1 $(BIN)/python -m pytest -m ''
+	$(MORE_EXAMPLES) .venv-vllm/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile tests_vllm $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# A report, which never fails: words, names, docstrings and files that a reader may stumble over.
+style: $(READY)
+	$(BIN)/python .ci/style.py $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -4,7 +4,7 @@ Joins the commands of the library with those of the lab; nothing else outside of
 """
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import MissingDependencyError
 from .utils import require
@@ -60,8 +60,16 @@ def main() -> None:
         print(f"error: {exc}", file=sys.stderr)
         raise SystemExit(2) from None
     from .cli.main import run_app
+    from .cli.serve_command import DASHBOARD_TABS
 
+    DASHBOARD_TABS["Playground"] = _open_playground
     run_app(build_app())
+
+
+def _open_playground(service: Any) -> Any:
+    from .lab.playground import open_playground  # loads the workflows
+
+    return open_playground(service)
 
 
 if __name__ == "__main__":

@@ -157,8 +157,9 @@ def atomic_write(file: Path, write: Callable[[Path], object]) -> None:
         write(part)
         os.replace(part, file)
     except OSError as exc:
-        part.unlink(missing_ok=True)
-        raise ConfigError(f"{file}: cannot be written ({exc.strerror or exc})") from None
+        raise ConfigError(f"{file}: cannot be written ({exc.strerror or exc}): use another path") from None
+    finally:
+        part.unlink(missing_ok=True)  # after a failure
 
 
 def atomic_write_text(file: Path, text: str) -> None:

@@ -8,7 +8,16 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+QUICK = ("documents.py", "own_workflow.py", "tree_of_thoughts.py")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        path.name if path.name in QUICK else pytest.param(path.name, marks=pytest.mark.slow)
+        for path in sorted(EXAMPLES.glob("*.py"))
+    ],
+)
 @pytest.mark.usefixtures("brief")
 def test_example_runs(example, capsys):
     path = EXAMPLES / example

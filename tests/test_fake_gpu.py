@@ -7,8 +7,8 @@ from helpers import tiny_models
 from helpers.fake_cuda import FakeCudaTensor, Graph, capture_graph, fake_cuda
 from helpers.inspect_engine import inspect
 from helpers.triton_reference import run
+from lab.training.test_training import CHECK, LEARN
 from peft import LoraConfig, get_peft_model
-from training.test_training import CHECK, LEARN
 
 from benchmarks.gpu.__main__ import run as table_of
 from benchmarks.gpu.bench import Bench
@@ -43,7 +43,7 @@ def gpu(_played):
         yield here
 
 
-def test_it_keeps_the_two_devices_apart(gpu):
+def test_fake_cuda_tensors_refuse_tensors_of_the_cpu(gpu):
     there = torch.arange(4.0, device="cuda")
     assert isinstance(there, FakeCudaTensor) and (there + 1).sum().item() == 10
     for wrong in (
@@ -143,7 +143,7 @@ def test_the_interpreter_reads_what_is_there():
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_it_says_what_the_cpu_says(part):
+def test_an_engine_on_the_fake_gpu_gives_the_tokens_of_the_cpu(part):
     here = PARTS[part]("cpu")
     with fake_cuda(kernels=[(triton, "run")]):
         assert PARTS[part]("cuda") == here

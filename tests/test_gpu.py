@@ -85,7 +85,7 @@ def test_a_host_tier_below_a_gpu_gives_the_same():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2, window", "gemma2", "granite"])
-def test_graphs_say_the_same(name):
+def test_cuda_graphs_give_the_tokens_of_eager_steps(name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not recorded")
         graphed = heard(name, "cuda", "triton", compile=True)

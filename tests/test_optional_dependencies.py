@@ -48,21 +48,29 @@ def test_the_command_line_names_its_extra(module):
     assert result.stderr == f"error: {module} is not installed: run pip install 'choreograph[cli]'\n"
 
 
-def test_pictures_name_their_extra_in_one_line(tmp_path):
-    (tmp_path / "g.json").write_text('{"a": null, "b": "a"}')
-    code = "from choreograph.__main__ import main; main()"
-    arguments = ["step-graph", "show", tmp_path / "g.json", "--svg", tmp_path / "g.svg"]
-    result = run_without(["matplotlib"], code, *arguments)
-    assert result.returncode == 1 and not (tmp_path / "g.svg").exists()
-    assert result.stderr == "error: matplotlib is not installed: run pip install 'choreograph[viz]'\n"
-
-
-@pytest.mark.parametrize("command", ["eval", "trace"])
-def test_workers_on_ray_name_their_extra(command):
-    code = "from choreograph.__main__ import main; main()"
-    result = run_without(["ray"], code, command, "single_call", "--data", "games", "--ray", "local")
-    assert result.returncode == 1
-    assert result.stderr == "error: ray is not installed: run pip install 'choreograph[ray]'\n"
+def test_commands_name_the_extra_that_they_need_in_one_line(tmp_path):
+    graph, picture = tmp_path / "g.json", tmp_path / "g.svg"
+    graph.write_text('{"a": null, "b": "a"}')
+    commands = {
+        f"step-graph show {graph} --svg {picture}": "matplotlib is not installed: run pip install 'choreograph[viz]'",
+        "eval single_call --data games --ray local": "ray is not installed: run pip install 'choreograph[ray]'",
+        "trace single_call --data games --ray local": "ray is not installed: run pip install 'choreograph[ray]'",
+    }
+    code = """
+from choreograph.__main__ import main
+commands, sys.argv[1:] = sys.argv[1:], []
+for command in commands:
+    sys.argv[1:] = command.split()
+    try:
+        main()
+    except SystemExit as exc:
+        assert exc.code == 1, exc.code
+    else:
+        raise SystemExit(f"{command} needed nothing")
+"""
+    result = run_without(["matplotlib", "ray"], code, *commands)
+    assert result.stderr.splitlines() == [f"error: {line}" for line in commands.values()]
+    assert result.returncode == 0 and not picture.exists()
 
 
 def test_evaluation_names_its_extra():

@@ -49,10 +49,8 @@ def test_an_installed_package_has_all_files():
     "page",
     [
         "README.md",
-        *(
-            f"docs/{name}.md"
-            for name in ("quickstart", "workflows", "pml", "memory", "distillation", "reuse", "models", "guard")
-        ),
+        *(f"docs/{name}.md" for name in ("quickstart", "workflows", "pml", "distillation", "reuse", "models", "guard")),
+        pytest.param("docs/memory.md", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("brief")

@@ -349,10 +349,10 @@ class PromptCache:
     # -- files --------------------------------------------------------------------------------------------
 
     def save(self, file: str | File) -> int:
-        """Write modules to a safetensors file and manifest; return its bytes.
+        """Write modules to a safetensors file; return its bytes.
 
         Raises:
-            CacheFileError: if the files cannot be written.
+            CacheFileError: if the file cannot be written.
         """
         self.engine.core.hf_model.ensure_single_process("a saved cache")
         storage.check_writable(File(file))  # before anything is computed

@@ -37,7 +37,7 @@ def test_what_has_ended_counts_until_the_waiting_agent_starts():
     assert set(graph.steps(gone).values()) == {NEVER}
 
 
-def test_a_loop_comes_round():
+def test_an_agent_of_a_loop_is_expected_again():
     graph = StepGraph.read({"planner": "reviewer", "coder": "planner", "reviewer": "coder"})
     assert graph.steps(Progress()) == {"planner": 1, "coder": 2, "reviewer": 3}
     assert graph.steps(after("+planner", "-planner", "+coder")) == {"coder": 0, "reviewer": 1, "planner": 2}
@@ -69,7 +69,7 @@ def test_an_alternative_that_started_before_the_last_run_no_longer_counts():
     assert graph.steps(after(*late, "+p", "-p", "+slow"))["x"] == 1
 
 
-def test_joins_nest():
+def test_joins_of_a_step_graph_may_be_nested():
     graph = StepGraph.read({"a": None, "b": "a", "c": "b", "d": {"any_of": [{"all_of": ["b", "c"]}, "c"]}})
     assert graph.steps(after("+a"))["d"] == 3
     assert graph.edges == [("a", "b"), ("b", "c"), ("b", "d"), ("c", "d")]

@@ -35,7 +35,7 @@ def test_every_case_is_measured_for_every_backend():
         assert len(taken) == 3 and all(seconds > 0 for seconds in taken.values())
 
 
-def test_the_fastest_is_taken(file):
+def test_autotune_takes_the_fastest_backend(file):
     before = create_tuned_backend("auto", HEADS, torch.float32, CPU)[0].name
     save(table((2.0, 2.0), (1.0, 1.0)), HEADS, torch.float32, CPU)
     assert create_tuned_backend("auto", HEADS, torch.float32, CPU)[0].name == "sdpa"
@@ -59,7 +59,7 @@ def test_small_and_large_steps_may_have_different_ones(file):
     assert engine.said == plain.said
 
 
-def test_what_cannot_run_any_more_is_passed_over(file, monkeypatch):
+def test_a_measured_backend_that_cannot_run_is_passed_over(file, monkeypatch):
     make = measured.create_backend
 
     def without_compiler(name, *given):

@@ -44,7 +44,7 @@ def attended(name: str, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize(("name", "dtype", "shape"), CASES)
 @settings(max_examples=many(5, minimum=3), deadline=None, phases=[Phase.generate])
 @given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2, None]), asked=specials)
-def test_they_equal_the_reference(name, dtype, shape, calls, interleaved, part, asked):
+def test_gpu_backends_equal_the_reference(name, dtype, shape, calls, interleaved, part, asked):
     (heads, groups, width), kept = shape, getattr(torch, dtype)
     rotary = part and Rope(tuple(1e4 ** -(np.arange(0, width // part, 2) / width)), interleaved)
     kind, sinks = special(heads, rotary, asked)

@@ -27,15 +27,17 @@ CASES = [
 ]
 
 
-def test_they_find_room_on_every_kind_of_gpu():
+@pytest.mark.parametrize("cases", [CASES[:2], pytest.param(CASES[2:], marks=pytest.mark.slow)], ids=["Llama", "others"])
+def test_compiled_attention_kernels_fit_every_kind_of_gpu(cases):
     pytest.importorskip("triton.backends.nvidia")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    asked = [sys.executable, "-W", "ignore", "-c", ASKED, json.dumps(CASES)]
+    asked = [sys.executable, "-W", "ignore", "-c", ASKED, json.dumps(cases)]
     done = subprocess.run(asked, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    result = dict(zip([*CASES, "merge"], json.loads(done.stdout), strict=True))
+    result = dict(zip([*cases, "merge"], json.loads(done.stdout), strict=True))
     for case, one in result.items():
         assert one["programs"] >= 1, (case, one)
         assert one["spilled"] <= 128, (case, one)
         assert (one["products"] == "none") == (case == "merge"), (case, one)
-    assert result[CASES[1]]["products"] == "wgmma"
+    if CASES[1] in cases:
+        assert result[CASES[1]]["products"] == "wgmma"

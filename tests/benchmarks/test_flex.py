@@ -30,7 +30,7 @@ def check(call: AttentionCall) -> None:
 @pytest.mark.parametrize("shape", [(4, 2, 16), (3, 1, 32), (4, 4, 20)])
 @settings(max_examples=many(5, minimum=3), deadline=None, phases=[Phase.generate])
 @given(calls=plans(), interleaved=st.booleans(), part=st.sampled_from([1, 2, None]), asked=specials)
-def test_it_equals_the_reference(shape, calls, interleaved, part, asked):
+def test_flex_attention_equals_the_reference(shape, calls, interleaved, part, asked):
     heads, groups, width = shape
     rotary = part and Rope(tuple(1e4 ** -(np.arange(0, width // part, 2) / width)), interleaved)
     kind, sinks = special(heads, rotary, asked)

@@ -40,7 +40,7 @@ def test_a_round_follows_where_the_longest_one_still_fits():
     assert not has_time_for_round([2, 4, 1], left=100, max_rounds=3)
 
 
-def test_what_a_part_does_not_use_goes_to_those_behind_it():
+def test_unused_time_of_a_part_goes_to_later_parts():
     clock = Clock()
     budget = Budget(100, {"a": 1, "b": 1, "c": 2}, clock)
     assert budget.open("a").left == 25

@@ -54,12 +54,14 @@ def expected(talker, tmp_path_factory):
     return evaluate(talker, tmp_path_factory.mktemp("one_process"))
 
 
+@pytest.mark.slow
 def test_two_workers_give_the_records_of_one_process(talker, workers, expected, tmp_path):
     steps = talker.stats().num_steps
     assert evaluate(talker, tmp_path, workers) == expected
     assert talker.stats().num_steps == steps
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_with_the_missing_examples(talker, workers, expected, tmp_path):
     done = []
 
@@ -92,6 +94,7 @@ def test_only_the_example_that_ends_its_worker_fails(talker, workers, tmp_path):
     assert "its worker ended twice" in records[0]["error"]
 
 
+@pytest.mark.slow
 def test_traces_of_workers_are_those_of_one_process(talker, workers, tmp_path):
     pairs = [Example(f"p{i}", "pair", [f"What is {i} plus one?", f"And {i} plus two?"]) for i in range(4)]
     for folder, engines in (("one", None), ("two", workers)):
@@ -105,6 +108,7 @@ def test_traces_of_workers_are_those_of_one_process(talker, workers, tmp_path):
         assert (trace.id, trace.seed, trace.split, trace.units) == (other.id, other.seed, other.split, other.units)
 
 
+@pytest.mark.slow
 def test_timings_of_workers_are_of_the_traces_and_tokens_of_one_process(talker, workers, tmp_path):
     pairs, reports = [Example(f"p{i}", "pair", [f"Is {i} odd?", f"And {i} plus two?"]) for i in range(5)], []
     workflow, settings = find("multi_qa"), {"options": {}, "sampling": SamplingParams(max_tokens=4), "seed": 0}
@@ -151,6 +155,7 @@ def test_the_commands_run_own_workflows_on_ray(workers, talker_folder, tmp_path,
     assert result.exit_code == 0 and json.loads(result.stdout)["n"] == 4, result.output
 
 
+@pytest.mark.slow
 def test_errors_of_a_worker_are_those_of_one_process(talker, workers, tmp_path):
     experiment = Experiment("prisoners_dilemma", GAME, CONDITIONS, SAMPLING)
     with pytest.raises(ConfigError, match="max_programs=0"):

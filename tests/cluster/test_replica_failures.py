@@ -22,6 +22,8 @@ from helpers.replica_streams import (
     wait_for_replicas,
 )
 
+pytestmark = pytest.mark.slow
+
 SAMPLED = {"temperature": 0.9, "extra_body": {"ignore_eos": True, "top_k": 8}}  # few candidates: rounding decides less
 
 MARGIN = 1e-4  # of answers that are compared; rounding in another batch changes log-probabilities by less than 1e-5

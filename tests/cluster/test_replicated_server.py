@@ -153,6 +153,7 @@ def wait_for_ready(url, status, seconds=240):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_without_a_living_replica_the_server_is_not_ready_and_counters_never_fall(ray_cluster, ray_client):
     for number in range(4):
         chat = [{"role": "user", "content": f"Count the boats at pier {number}."}]
@@ -176,6 +177,7 @@ def test_without_a_living_replica_the_server_is_not_ready_and_counters_never_fal
     assert counters_of(ray_cluster.url)[name] > after[name]
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_hides_no_other(ray_cluster):
     states = wait_for_replicas()
     before = counters_of(ray_cluster.url)

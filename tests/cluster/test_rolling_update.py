@@ -12,6 +12,8 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
+pytestmark = pytest.mark.slow
+
 GREEDY = CHAT | {"temperature": 0}
 
 TEAMS = ("key-of-the-first-team", "key-of-the-second-team")

@@ -2,10 +2,12 @@
 
 from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from choreograph.config import CacheConfig, parse_capacity
 from choreograph.errors import CacheBusyError, CacheFullError, ConfigError
@@ -99,7 +101,7 @@ def same(store: KVCacheManager, encoding, content) -> bool:
 @pytest.mark.parametrize("below", ["host", "disk"])
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), holes=st.integers(0, 3))
 @settings(deadline=None)
-def test_what_left_comes_back_bit_for_bit_wherever_its_pages_are(below, sizes, holes):
+def test_an_offloaded_entry_is_loaded_bit_for_bit_into_any_pages(below, sizes, holes):
     store = make(pages=24, **{below: 64})
     apart = [store.allocate_entry([0], 0, (), capacity=1, owner=("call", 50 + i)) for i in range(2 * holes)]
     for one in apart[::2]:
@@ -215,21 +217,30 @@ def test_a_cancelled_transfer_rolls_back_and_what_nobody_holds_is_gone():
     store.check()
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "swapped", "older format"])
 def test_a_damaged_file_is_found_out(damage, tmp_path):
-    store = make(pages=4, disk=8, folder=tmp_path)
+    store = make(pages=8, disk=16, folder=tmp_path)
     entry, _ = whole(store, 8, "a")
-    store.release(fill(store, 4), ("call", 99))
+    other, _ = whole(store, 8, "b")
+    store.release(fill(store, 16), ("call", 99))
     file = entry.tier_copies["disk"].file
     content = bytearray(file.read_bytes())
-    content[-3] ^= 1
     if damage == "gone":
         file.unlink()
+    elif damage == "swapped":
+        file.write_bytes(other.tier_copies["disk"].file.read_bytes())
+    elif damage == "older format":
+        save_file(
+            {f"{kind}.{layer}": np.zeros((8, 4), np.uint8) for kind in ("keys", "values") for layer in (0, 1)}, file
+        )
     else:
+        content[-13] ^= 1
         file.write_bytes(content if damage == "flip" else content[:-5])
     store.acquire(entry, CALL)
     store.load(entry)
     assert settle(store) == [entry] and entry.location == "dropped" and not entry.tier_copies
+    expected = {"flip": "checksum of layer", "cut": "truncated", "gone": "No such file", "swapped": "another KV entry"}
+    assert expected.get(damage, "has no format, this version reads") in entry.storage.lost_reason
     assert store._events.counts["failed_transfer"] == 1
 
 
@@ -274,7 +285,7 @@ def test_host_memory_gives_to_disk_and_disk_to_nothing(tmp_path):
     store.check()
 
 
-def test_what_varies_and_nobody_holds_gets_no_copy():
+def test_an_unreferenced_ephemeral_entry_is_not_offloaded():
     store = make(pages=4, host=8, eviction="workflow")
     fixed, _ = whole(store, 4, "fixed", holder=None)
     suffix, _ = whole(store, 4, "suffix", holder=None)

@@ -63,7 +63,7 @@ def test_freed_pages_are_poisoned_and_the_bin_is_never_given_out():
     assert not arena.keys[1][4:].isnan().any()
 
 
-def test_bytes_per_token():
+def test_bytes_per_token_of_a_pool():
     assert make().bytes_per_token == 2 * 4 * (1 * 4 + 2 * 8)
 
 

@@ -45,7 +45,7 @@ def test_where_encodings_cannot_move_a_name_says_where_they_stand():
         assert not torch.equal(*(store.fetch_kv(name, "base", 1)[0] for name in names))
 
 
-def test_what_was_stored_outlives_its_session(engine):
+def test_a_stored_context_outlives_its_session(engine):
     with ContextStore(engine) as store:
         with engine.session() as session:
             context = session.prefill(CONTEXT, new_offset=3)
@@ -75,7 +75,7 @@ def test_what_was_stored_outlives_its_session(engine):
     engine.check()
 
 
-def test_what_is_not_there_is_said(engine):
+def test_a_missing_context_is_named(engine):
     with ContextStore(engine) as store, engine.session() as session:
         name = store.store_kv(session.prefill(CONTEXT))
         with pytest.raises(InvalidRequestError, match=r"not computed by 'math', but by \('base',\)"):
@@ -133,7 +133,7 @@ def test_a_models_place_is_for_what_it_encoded_alone(engine):
         assert all(torch.equal(kept, made) for kept, made in pairs)
 
 
-def test_what_is_stored_is_encoded(engine):
+def test_a_stored_context_is_encoded(engine):
     with ContextStore(engine) as store, engine.session() as session:
         said = session.decode([7], [session.prefill(CONTEXT)], sampling=GREEDY)
         name = store.store_kv(said)

@@ -56,7 +56,7 @@ def talk(session, nodes, model):
 
 @settings(max_examples=many(25), deadline=None)
 @given(graphs(max_nodes=5), patterns, st.sampled_from([3, 1024]), st.data())
-def test_it_equals_the_oracle(nodes, pattern, step, data):
+def test_a_partial_prefill_equals_the_oracle(nodes, pattern, step, data):
     parents = data.draw(st.lists(st.sampled_from(range(len(nodes))), unique=True, min_size=1))
     engine = model_variants.engine(step=step)
     engine.enable_layer_reuse("math", pattern=pattern)
@@ -355,7 +355,7 @@ def test_short_memory_changes_nothing(room, band, release):
     assert inspect(tight).pool.num_free(partial=True) == inspect(tight).pool.num_pages(partial=True)
 
 
-def test_what_kept_no_inputs_is_computed_whole():
+def test_a_message_without_cached_hidden_states_is_computed_in_all_layers():
     engine = model_variants.engine()
     with engine.session() as session:
         text = session.prefill(CONTEXT).wait_encoded()
@@ -543,7 +543,7 @@ def test_a_pair_is_looked_for_as_deep_as_versions_go():
         assert not text.variants and not deep.variants
 
 
-def test_what_the_band_cannot_hold_is_computed_whole():
+def test_a_message_beyond_the_partial_pool_is_computed_in_all_layers():
     engine = model_variants.engine()
     engine.enable_layer_reuse("math", pattern=[1, 2, 4], capacity=8)
     with engine.session() as session:
@@ -551,9 +551,7 @@ def test_what_the_band_cannot_hold_is_computed_whole():
         second = session.prefill(CONTEXT[:3], [first])
         third = session.prefill(CONTEXT * 2)
         said = session.decode([7], [first, second, third], model="math", kv_reuse="partial", sampling=GREEDY)
-        assert said.result() and [
-            m.variants[ModelVariant("math", "partial")].computed_layers for m in (second, third)
-        ] == [
+        assert said.result() and [m.variants["math", "partial"].computed_layers for m in (second, third)] == [
             None,
             None,
         ]

@@ -84,7 +84,7 @@ def test_graphs_are_recorded_again_when_the_arena_has_moved():
     engine.check()
 
 
-def test_what_cannot_be_recorded_runs_eagerly_and_says_so():
+def test_a_step_that_cannot_be_captured_runs_eagerly_with_a_warning():
     def broken(work):
         raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -84,8 +84,13 @@ def answers(engine):
     [
         # of two layers and the head; the first norm reads embeddings
         (tiny_models.model, {"few_row_linear": 3, "few_row_gated": 2, "few_row_residual": 4, "rms_norm": 1}),
-        (qwen2, {"few_row_linear": 3, "few_row_gated": 2, "few_row_residual": 4, "rms_norm": 1}),
-        (gemma2, {"few_row_linear": 9}),  # other norms and another activation
+        pytest.param(
+            qwen2,
+            {"few_row_linear": 3, "few_row_gated": 2, "few_row_residual": 4, "rms_norm": 1},
+            marks=pytest.mark.slow,
+        ),
+        # other norms and another activation
+        pytest.param(gemma2, {"few_row_linear": 9}, marks=pytest.mark.slow),
     ],
 )
 def test_graphs_of_few_rows_are_fused_and_say_the_same(build, expected, monkeypatch):

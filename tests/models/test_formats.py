@@ -42,7 +42,7 @@ def test_quantised_weights_are_what_the_quantised_model_computes(kind, name):
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["falcon", "gpt2"])
-def test_what_cannot_be_quantised_is_refused_and_left_as_it_is(name, kind):
+def test_a_model_that_cannot_be_quantized_is_refused_and_unchanged(name, kind):
     model = build(name)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ConfigError, match=r"weights .* supported shape"):

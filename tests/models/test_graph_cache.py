@@ -36,6 +36,7 @@ def graphs_of(engine: Engine) -> dict:
     return inspect(engine).compiled._graphs
 
 
+@pytest.mark.slow
 @needs_kernel
 def test_a_new_process_loads_graphs_of_every_size_and_computes_the_same(folder):
     """Dynamic rows stay dynamic, and projections with one input are one product."""
@@ -83,6 +84,7 @@ def test_a_loaded_graph_equals_a_traced_one_and_a_damaged_one_is_traced_again(fo
     assert isinstance(file.load(), LoadedGraph)  # it was stored again
 
 
+@pytest.mark.slow
 @needs_kernel
 def test_graphs_of_two_models_with_different_numbers_are_stored():
     """Dynamo would take a number that differs from an earlier model's as an input, which a stored graph does not have."""
@@ -120,7 +122,8 @@ def specialize(monkeypatch):
 
 
 @needs_kernel
-@pytest.mark.parametrize("change", [break_artifact, pytest.param(specialize, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [break_artifact, specialize])
 def test_what_cannot_be_stored_or_has_fixed_rows_is_compiled_as_before(change, monkeypatch, folder, caplog):
     reason = change(monkeypatch)
     engine = stored_graphs.engine()
@@ -133,6 +136,7 @@ def test_what_cannot_be_stored_or_has_fixed_rows_is_compiled_as_before(change, m
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 @needs_kernel
 @pytest.mark.parametrize("num_inexact", [2, 3])
 def test_a_few_tokens_that_are_inexact_without_compilation_do_not_matter(num_inexact, monkeypatch, folder, caplog):
@@ -193,6 +197,7 @@ def test_other_limits_of_instructions_have_another_graph(monkeypatch):
     assert len(paths) == 1 + len(LIMIT_VARIABLES)
 
 
+@pytest.mark.slow
 def test_inductor_does_not_load_code_for_other_instructions(monkeypatch, tmp_path):
     """It finds a graph whose loops have the vectors of AVX-512, and compiles them with those of AVX2."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

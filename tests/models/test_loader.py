@@ -328,6 +328,7 @@ def test_the_default_model_comes_from_the_hub_without_its_package(no_package, tm
     assert sources == ["HuggingFaceTB/SmolLM2-135M-Instruct"] * 2
 
 
+@pytest.mark.slow
 def test_without_package_and_network_an_error_says_what_to_install(tmp_path):
     """In a process of its own: the Hub client reads its settings when it is imported."""
     code = inspect.cleandoc(

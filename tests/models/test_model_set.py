@@ -66,7 +66,7 @@ def test_no_model_waits_for_ever_while_another_talks():
         assert all(other.done for other in others) and not talk.done
 
 
-def test_what_one_model_encoded_is_never_anothers():
+def test_kv_of_one_model_is_never_read_by_another():
     engine = model_variants.engine()
     with engine.session() as session, engine.session(model="math") as other:
         session.prefill([1, 2, 3]).result()

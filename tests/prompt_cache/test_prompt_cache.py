@@ -119,7 +119,7 @@ def test_borrowing_shares_and_refuses(engine):
 
 
 @pytest.mark.parametrize("keep", ["device", "host"])
-def test_what_is_said_to_be_reused_is_not_computed(engine, keep):
+def test_reported_reuse_is_not_computed(engine, keep):
     """Neither the last token, where an answer starts with it, nor a scaffold that no prompt has needed yet is."""
     both = scaffold(module("a", "a" * 20), module("b", "b" * 30))
     with PromptCache(engine, schema("s", "x" * 10, both, module("c", "c" * 40)), location=keep) as cache:

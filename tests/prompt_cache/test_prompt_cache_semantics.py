@@ -165,7 +165,7 @@ def test_other_modes_read_the_same_text(engine, characters):
 
 
 @pytest.mark.parametrize("keep", ["device", "host"])
-def test_what_is_cached_is_not_computed_again(engine, keep):
+def test_a_cached_module_is_not_computed_again(engine, keep):
     s = schema("s", "x" * 20, module("a", "y" * 30, parameter("p", 4), "z" * 10), module("b", "w" * 50))
     with PromptCache(engine, s, location=keep) as cache:
         assert cache.warmup() == 20 + 44 + 50

@@ -34,9 +34,9 @@ def test_hostile_requests_are_answered(attacked):
     attacked.engine.check()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_mutated_requests_are_no_server_errors(attacked, seed):
-    statuses, wrong = asyncio.run(run(attacked.url, many(1200), seed, key=None))
+    statuses, wrong = asyncio.run(run(attacked.url, many(1200, minimum=450), seed, key=None))
     assert not wrong
     assert statuses[200] > 60 and statuses[400] > 200
     attacked.wait_until_idle()

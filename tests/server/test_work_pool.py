@@ -46,7 +46,7 @@ async def test_small_work_does_not_wait_for_large_work(pool):
     assert await asyncio.gather(*large) == [0, 1, 2]
 
 
-async def test_tenants_take_turns(pool):
+async def test_tenants_take_turns_in_the_work_pool(pool):
     gate = Gate()
     tasks = [asyncio.create_task(pool.run("busy", SMALL_BYTES + 1, gate.work(f"busy {i}"))) for i in range(6)]
     await asyncio.sleep(0.05)

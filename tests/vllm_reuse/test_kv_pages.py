@@ -47,7 +47,7 @@ def make_layer(places: torch.Tensor, step: float | None = None) -> SimpleNamespa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_backend_writes_is_read(layout, dtype):
+def test_pages_written_by_a_backend_are_read(layout, dtype):
     layer, cache = make_layer(LAYOUTS[layout]), torch.zeros(6, HEADS, BLOCK, 2 * SIZE, dtype=dtype)
     reader, blocks = PageReader(layer, cache, BLOCK), [4, 1, 3]
     keys, values = (torch.randn(41, HEADS, SIZE).to(dtype) for _ in range(2))

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from ...errors import InvalidRequestError
 from ...features.guard import OnLeak
 from ...sampling_params import SamplingParams
-from ..body_types import MAX_NAME_CHARS, MAX_TOP_LOGPROBS, Items, LabelNames
+from ..request_body import MAX_NAME_CHARS, MAX_TOP_LOGPROBS, Items, LabelNames
 from ..server_config import ReuseMode
 from .chat_messages import BodyPart, ChatMessages, as_turn
 
@@ -45,7 +45,7 @@ class ChoreographyOptions(_Body):
     """Reuse of messages that are not a prefix."""
 
     reuse: ReuseMode | None = None  # None: the server's default
-    workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
+    workflow: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # requests of one workflow share messages
     agent: AgentName | None = None  # whose turn it is: for reports, and for eviction by steps
     # to the next execution of every agent, None for never; None: those of the declared graph, or learned ones
     steps: Annotated[dict[AgentName, Steps | None], Field(max_length=256)] | None = None
@@ -62,7 +62,7 @@ class ChoreographyOptions(_Body):
     # of every message, its first position; None: after the message before it
     offsets: Items[Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None] | None = None
     # of /v1/completions: the prompt is PML and imports modules of this schema
-    prompt_schema: Annotated[str | None, Field(alias="schema", max_length=256)] = None
+    prompt_schema: Annotated[str | None, Field(alias="schema", max_length=MAX_NAME_CHARS)] = None
 
 
 class StreamOptions(BodyPart):
@@ -205,14 +205,10 @@ class _GenerationBody(_Body):
         return self.cache_salt or "", self.extra_key or ""
 
     @property
-    def repair(self) -> float | None:
-        """Share of reused tokens to compute again; None for none."""
-        return None if self.choreography is None else self.choreography.repair
-
-    @property
-    def max_kl(self) -> float | None:
-        """Divergence to stay within, nats a token; None for the server's."""
-        return None if self.choreography is None else self.choreography.max_kl
+    def engine_options(self) -> dict[str, Any]:
+        """Options that the engine takes as they are; None for the server's."""
+        choreography = self.choreography or ChoreographyOptions()
+        return {"priority": self.priority or 0, "repair": choreography.repair, "max_kl": choreography.max_kl}
 
     @property
     def num_prompt_logprobs(self) -> int | None:

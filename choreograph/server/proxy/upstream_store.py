@@ -7,7 +7,6 @@ functions run in the event loop.
 
 import hashlib
 import itertools
-import secrets
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...namespace import serialize
+from ...vllm.reuse_params import new_name
 from ..reuse.span_index import MIN_SPAN, Span, SpanIndex, common_length, gaps_between
 
 MAX_RELEASES = 1024  # names of dropped entries that wait for a request which releases them
@@ -47,7 +47,7 @@ class UpstreamEntry:
 
     tokens: list[int]
     lineage: bytes  # of the tokens before them
-    name: str = field(default_factory=lambda: secrets.token_hex(16))  # unknown to other clients of the server
+    name: str = field(default_factory=new_name)
 
     @cached_property
     def digest(self) -> bytes:
