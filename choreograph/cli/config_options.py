@@ -28,7 +28,7 @@ def config_parameters(config_classes: Iterable[type]) -> dict[str, inspect.Param
 
 
 def add_parameters(command: Callable[..., None], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Give a command more options; its last parameter takes all of them, as `**options`."""
+    """Add options to a command, whose last parameter is `**options`."""
     own = list(inspect.signature(command).parameters.values())[:-1]
     command.__signature__ = inspect.Signature([*own, *parameters.values()])  # type: ignore[attr-defined]
 
@@ -45,7 +45,7 @@ def _descriptions(config_class: type) -> dict[str, str]:
 
 
 def _parameter(field: "dataclasses.Field[Any]", annotation: Any, description: str) -> inspect.Parameter:
-    """Return the parameter of a command for a field of a config class.
+    """Return a command's parameter for a field of a config class.
 
     A field of several values is an option that may be repeated, with a name in the singular.
     """
@@ -64,7 +64,10 @@ def _parameter(field: "dataclasses.Field[Any]", annotation: Any, description: st
 
 
 def _read_type(annotation: Any, settings: dict[str, Any]) -> Any:
-    """Return the type that the command line reads; add choices and bounds to the settings of its option."""
+    """Return the type that the command line reads.
+
+    Adds choices and bounds to the settings of the option.
+    """
     arguments = [argument for argument in get_args(annotation) if argument is not NoneType]
     if get_origin(annotation) is Annotated:
         kind = _read_type(arguments[0], settings)
