@@ -14,7 +14,6 @@ Each is verified alone: a reader may read any of them, and use a layer before th
 belongs to another container or another place is damaged, too.
 """
 
-import itertools
 import json
 import math
 import os
@@ -243,9 +242,12 @@ class Header:
 
     def _split(self, info: BlockInfo, frame: np.ndarray) -> tuple[np.ndarray, ...]:
         """View the tensors of a block that is one array."""
-        ends = itertools.accumulate(info.num_tokens * size for size in info.token_bytes)
-        parts = np.split(frame, [*ends])
-        return tuple(part.reshape(info.num_tokens, -1) for part in parts[: len(info.kinds)])
+        tensors, start = [], 0
+        for size in info.token_bytes:
+            end = start + info.num_tokens * size
+            tensors.append(frame[start:end].reshape(info.num_tokens, size))
+            start = end
+        return tuple(tensors)
 
     def combine(self, checksums: Iterable[bytes]) -> int:
         """Return one checksum of the container from those of its blocks."""
@@ -381,4 +383,4 @@ def _receive_from(file: BinaryIO, path: Path, fix: str) -> Receive:
 
 def as_bytes(rows: Tensor) -> np.ndarray:
     """View the rows of a host tensor as a uint8 array, (T, bytes of a row)."""
-    return rows.detach().reshape(len(rows), -1).view(torch.uint8).numpy()
+    return rows.detach().reshape(rows.shape[0], -1).view(torch.uint8).numpy()
