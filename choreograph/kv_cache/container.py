@@ -14,7 +14,6 @@ Each is verified alone: a reader may read any of them, and use a layer before th
 belongs to another container or another place is damaged, too.
 """
 
-import itertools
 import json
 import math
 import os
@@ -22,6 +21,7 @@ import reprlib
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
@@ -43,6 +43,8 @@ Receive = Callable[[int], np.ndarray]  # returns the next so many bytes, or rais
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = '{"__metadata__":'
+_MIN_TENSOR_BYTES = 50  # of the JSON of a tensor
 _INPUTS: tuple[TensorKind, ...] = ("inputs",)
 _KEYS_AND_VALUES: tuple[TensorKind, ...] = ("keys", "values")
 _Size = Annotated[int, Field(gt=0, lt=1 << 40)]
@@ -122,22 +124,22 @@ class Header:
         self.origin, self.fix = origin, fix
         metadata = {
             "format": FORMAT,
-            "entries": _to_json([entry.model_dump() for entry in self.entries]),
+            "dtype": "" if dtype is None else _DTYPE_NAMES[dtype],
+            "entries": _to_json([{**entry.model_dump(), "shapes": _group(entry.shapes)} for entry in self.entries]),
             "details": _to_json(self.details),
         }
         listing = [
-            f'"__metadata__":{_to_json(metadata)}',
+            f"{_METADATA}{_to_json(metadata)}",
             _to_place("checksum", "U8", [CHECKSUM_BYTES], 0, CHECKSUM_BYTES),
         ]
-        self.numbers: dict[tuple[int, int], list[int]] = {}  # of blocks, by entry and layer
         blocks, start = list[BlockInfo](), CHECKSUM_BYTES
         places = {(kind != "inputs", layer, i) for i, entry in enumerate(entries) for layer, kind in entry.shapes}
         for is_kv, layer, i in sorted(places):
-            assert dtype is not None, "tensors have a dtype"
+            if dtype is None:
+                raise ValueError("tensors without a dtype")
             kinds, prefix = _KEYS_AND_VALUES if is_kv else _INPUTS, f"{i}.{layer}."
             shapes = [self.entries[i].shapes[layer, kind] for kind in kinds]
             token_bytes = tuple(math.prod(shape[1:]) * dtype.itemsize for shape in shapes)
-            self.numbers.setdefault((i, layer), []).append(len(blocks))
             blocks.append(BlockInfo(i, layer, kinds, shapes[0][0], token_bytes, start))
             for kind, shape, size in zip(kinds, shapes, token_bytes, strict=True):
                 end = start + shape[0] * size
@@ -147,7 +149,7 @@ class Header:
             name = f"{prefix}{'kv' if is_kv else 'inputs'}.checksum"
             listing.append(_to_place(name, "U8", [CHECKSUM_BYTES], start, end))
             start = end
-        text = f"{{{','.join(listing)}}}".encode()
+        text = f"{','.join(listing)}}}".encode()
         text += b" " * (-len(text) % 8)
         raw = struct.pack("<Q", len(text)) + text
         self.blocks = tuple(blocks)
@@ -163,23 +165,21 @@ class Header:
             CacheFileError: if it has another format or is damaged.
         """
         try:
-            listing = json.loads(raw[8:-CHECKSUM_BYTES])
-            metadata = listing.pop("__metadata__", {})
+            text = raw[8:-CHECKSUM_BYTES].decode()
+            if text.startswith(_METADATA):  # the rest follows from it
+                metadata, _ = json.JSONDecoder().raw_decode(text, len(_METADATA))
+            else:
+                metadata = json.loads(text).get("__metadata__", {})
             if (written := metadata.get("format")) != FORMAT:
                 was = "no format" if written is None else f"format {reprlib.repr(written)}"
                 raise CacheFileError(f"{origin} has {was}, this version reads {FORMAT!r}: {fix}")
             if xxhash.xxh3_64_digest(raw[:-CHECKSUM_BYTES]) != raw[-CHECKSUM_BYTES:]:
                 raise CacheFileError(f"{origin} is damaged, the checksum of its header differs: {fix}")
             infos = json.loads(metadata["entries"])
-            shapes: list[dict[Any, tuple[int, ...]]] = [{} for _ in infos]
-            dtypes = set()
-            for key, place in listing.items():
-                if not key.endswith("checksum"):
-                    number, layer, kind = key.split(".")
-                    shapes[int(number)][int(layer), kind] = tuple(place["shape"])
-                    dtypes.add(place["dtype"])
-            entries = [EntryInfo(**info, shapes=item) for info, item in zip(infos, shapes, strict=True)]
-            dtype = _DTYPES[dtypes.pop()] if dtypes else None
+            if len(raw) < _MIN_TENSOR_BYTES * sum(len(layers) for info in infos for _, _, layers in info["shapes"]):
+                raise ValueError("it has fewer tensors than its metadata")
+            entries = [EntryInfo(**{**info, "shapes": _ungroup(info["shapes"])}) for info in infos]
+            dtype = _DTYPES[metadata["dtype"]] if metadata["dtype"] else None
             header = cls(entries, dtype, json.loads(metadata["details"]), origin=origin, fix=fix)
             if header.raw != raw:
                 raise ValueError("it is not as this version would write it")
@@ -189,6 +189,14 @@ class Header:
             reason = " ".join(str(exc).split())
             raise CacheFileError(f"{origin} has no valid header ({reason[:200]}): {fix}") from None
         return header
+
+    @cached_property
+    def numbers(self) -> dict[tuple[int, int], list[int]]:
+        """Numbers of blocks, by entry and layer."""
+        numbers: dict[tuple[int, int], list[int]] = {}
+        for number, info in enumerate(self.blocks):
+            numbers.setdefault((info.entry, info.layer), []).append(number)
+        return numbers
 
     def position(self, number: int) -> int:
         """Return the place of a block's first byte."""
@@ -243,9 +251,12 @@ class Header:
 
     def _split(self, info: BlockInfo, frame: np.ndarray) -> tuple[np.ndarray, ...]:
         """View the tensors of a block that is one array."""
-        ends = itertools.accumulate(info.num_tokens * size for size in info.token_bytes)
-        parts = np.split(frame, [*ends])
-        return tuple(part.reshape(info.num_tokens, -1) for part in parts[: len(info.kinds)])
+        tensors, start = [], 0
+        for size in info.token_bytes:
+            end = start + info.num_tokens * size
+            tensors.append(frame[start:end].reshape(info.num_tokens, size))
+            start = end
+        return tuple(tensors)
 
     def combine(self, checksums: Iterable[bytes]) -> int:
         """Return one checksum of the container from those of its blocks."""
@@ -259,6 +270,18 @@ class Header:
         for tensor in tensors:
             digest.update(np.ascontiguousarray(tensor).data)
         return digest.digest()
+
+
+def _group(shapes: Mapping[TensorKey, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...], list[int]]]:
+    """Return kind, shape and layers of tensors of equal shapes."""
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for (layer, kind), shape in sorted(shapes.items()):
+        groups.setdefault((kind, shape), []).append(layer)
+    return [(kind, shape, layers) for (kind, shape), layers in groups.items()]
+
+
+def _ungroup(groups: Iterable[tuple[str, list[int], list[int]]]) -> dict[tuple[int, str], tuple[int, ...]]:
+    return {(layer, kind): tuple(shape) for kind, shape, layers in groups for layer in layers}
 
 
 def _to_place(name: str, dtype: str, shape: Sequence[int], start: int, end: int) -> str:
@@ -381,4 +404,4 @@ def _receive_from(file: BinaryIO, path: Path, fix: str) -> Receive:
 
 def as_bytes(rows: Tensor) -> np.ndarray:
     """View the rows of a host tensor as a uint8 array, (T, bytes of a row)."""
-    return rows.detach().reshape(len(rows), -1).view(torch.uint8).numpy()
+    return rows.detach().reshape(rows.shape[0], -1).view(torch.uint8).numpy()

@@ -132,30 +132,24 @@ class DiskTier:
         # the name tells copies of equal shapes apart
         info = EntryInfo(shapes=tensor_shapes(source, copy.tokens), name=f"{self.folder.name}/{file.name}")
         header = Header([info], source.keys[0].dtype)
-
-        container: ContainerFile | None = None
+        container: ContainerFile
 
         def prepare() -> None:
             nonlocal container
             container, copy.checksum = ContainerFile.create(file, header), header.checksum
 
         def copy_layer(layer: int) -> None:
-            assert container is not None
             tensors = source.tensors(layer)
-            for index in header.numbers[0, layer]:
-                rows = [_gather(tensors[kind], ranges) for kind in header.blocks[index].kinds]
-                container.write(header.seal(index, rows))
+            for number in header.numbers[0, layer]:
+                rows = [_gather(tensors[kind], ranges) for kind in header.blocks[number].kinds]
+                container.write(header.seal(number, rows))
 
-        def finish() -> None:
-            assert container is not None
-            container.close()
-
-        return TransferOps(copy_layer, prepare, finish)
+        return TransferOps(copy_layer, prepare, finish=lambda: container.close())
 
     def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps:
         assert copy.file is not None
         file, write = copy.file, layer_writer(target, pages, copy.tokens)
-        container: ContainerFile | None = None
+        container: ContainerFile
 
         def prepare() -> None:
             nonlocal container
@@ -164,16 +158,11 @@ class DiskTier:
                 raise container.header.error("has the keys and values of another KV entry")
 
         def copy_layer(layer: int) -> None:
-            assert container is not None
             header = container.header
-            for index in header.numbers[0, layer]:
-                write(layer, header.blocks[index].kinds, container.read(index).tensors)
+            for number in header.numbers[0, layer]:
+                write(layer, header.blocks[number].kinds, container.read(number).tensors)
 
-        def finish() -> None:
-            assert container is not None
-            container.close()
-
-        return TransferOps(copy_layer, prepare, finish)
+        return TransferOps(copy_layer, prepare, finish=lambda: container.close())
 
     def check(self, copies: Sequence[TierCopy]) -> None:
         assert self._used == sum(copy.tokens for copy in copies) <= self._limit, "disk usage is miscounted"

@@ -32,7 +32,7 @@ from ..attention.rope import rotate
 from ..errors import CacheFullError, ConfigError, InvalidRequestError, ModelError, WrongSessionError
 from ..features.layer_variants import submit_remote
 from ..features.other_models import TransferLoad
-from ..kv_cache.container import Block, EntryInfo, Header, TensorKey
+from ..kv_cache.container import Block, EntryInfo, Header
 from ..kv_cache.entry import EntryLayers, KVEntry
 from ..kv_cache.tiers import TransferOps, tensor_shapes
 from ..kv_cache.transfer import Transfer, make_executor
@@ -70,35 +70,34 @@ def serve(
     engine.core.hf_model.ensure_single_process("sending encodings")
     transport, num_sent = as_transport(peer, group), 0
     try:
-        while request := receive_header(transport).details:
-            if request.get("ask") == "info":
-                send_details(transport, **compatibility_info(engine, model))()
+        while (request := receive_header(transport)).entries or request.details:
+            if request.entries:
+                num_sent += _send_context(transport, engine, store, model, request.entries[0])
             else:
-                num_sent += _send_context(transport, engine, store, model, request)
+                send_details(transport, **compatibility_info(engine, model))()
     except ChannelError:
         pass
     return num_sent
 
 
-def _send_context(transport: Transport, engine: Engine, store: ContextStore, model: str, request: Mapping) -> bool:
+def _send_context(transport: Transport, engine: Engine, store: ContextStore, model: str, wanted: EntryInfo) -> bool:
     """Send the requested layers or an error; return whether layers were sent."""
     core, pool, owner = engine.core, engine.core.cache_manager.pool, ("send", object())
     try:
-        context = store.context(str(request["name"]), model)
-        wanted = _tensor_keys(map(int, request["keys"]), map(int, request["inputs"]))
+        context = store.context(wanted.content_hash, model)
         with core.lock, resident(core, context._request) as entry:
-            for layer, kind in wanted:
+            for layer, kind in wanted.shapes:
                 if layer not in entry.layers.hidden if kind == "inputs" else layer in entry.layers.missing:
                     raise InvalidRequestError(f"{kind} of layer {layer} are not cached")
             shapes = tensor_shapes(pool, len(entry.tokens))
             info = EntryInfo(
-                shapes={key: shapes[key] for key in wanted},
+                shapes={key: shapes[key] for key in wanted.shapes},
                 base_position=entry.base_position,
                 model_hash=core.model_set.fingerprint(model),
-                content_hash=str(request["name"]),
+                content_hash=wanted.content_hash,
             )
             core.cache_manager.acquire(entry, owner)
-    except (InvalidRequestError, CacheFullError, KeyError, TypeError, ValueError, OverflowError) as exc:
+    except (InvalidRequestError, CacheFullError, KeyError) as exc:
         send_details(transport, missing=str(exc))()
         return False
     try:
@@ -119,14 +118,6 @@ def _gather(tensors: Mapping[str, Tensor], slots: Tensor, kind: str, target: Ten
         torch.index_select(tensors[kind], 0, slots, out=target)
     else:
         target.copy_(tensors[kind][slots])
-
-
-def _tensor_keys(kv_layers: Iterable[int], hidden_layers: Iterable[int]) -> set[TensorKey]:
-    """Return the tensors that a request names."""
-    keys: set[TensorKey] = {(layer, "inputs") for layer in hidden_layers}
-    for layer in kv_layers:
-        keys |= {(layer, "keys"), (layer, "values")}
-    return keys
 
 
 def compatibility_info(engine: Engine, model: str) -> dict[str, Any]:
@@ -276,18 +267,17 @@ class RemoteSender:
         if self.failure_reason is not None:
             raise ChannelError(f"the link failed before ({self.failure_reason})")
         pool, specs = self._engine.core.cache_manager.pool, self._engine.model_info.attention_specs
-        shapes, wanted = tensor_shapes(pool, len(entry.tokens)), _tensor_keys(kv_layers, hidden_layers)
-        expected = EntryInfo(
-            shapes={key: shapes[key] for key in wanted},
-            model_hash=self._engine.core.model_set.remote[self.name].removesuffix(REMOTE_SUFFIX),
-            content_hash=name,
-        )
-        slots, shift = torch.tensor(entry.slots), 0
-        num_bytes = sum(block.tensor_bytes for block in Header([expected], pool.keys[0].dtype).blocks)
+        shapes = {
+            (layer, kind): shape
+            for (layer, kind), shape in tensor_shapes(pool, len(entry.tokens)).items()
+            if layer in (hidden_layers if kind == "inputs" else kv_layers)
+        }
+        fingerprint = self._engine.core.model_set.remote[self.name].removesuffix(REMOTE_SUFFIX)
+        wanted = EntryInfo(shapes=shapes, model_hash=fingerprint, content_hash=name)
+        header, slots, shift = Header([wanted], pool.keys[0].dtype), torch.tensor(entry.slots), 0
+        num_bytes = sum(block.tensor_bytes for block in header.blocks)
         with self._record_failure():
-            wait_sent = send_details(
-                self._transport, ask="context", name=name, keys=sorted(kv_layers), inputs=sorted(hidden_layers)
-            )
+            wait_sent = send_header(self._transport, header)
         self._queued_bytes += num_bytes
 
         def copy_block() -> None:
@@ -304,7 +294,7 @@ class RemoteSender:
             self._drain()
             with self._record_failure():
                 wait_sent()
-                start = self._receive_reply(expected, num_bytes)
+                start = self._receive_reply(wanted, num_bytes)
                 shift = entry.base_position - start
                 if shift and not self._engine.model_info.supports_shift:
                     raise ChannelError(f"its keys are at position {start}, not {entry.base_position}")
@@ -317,7 +307,7 @@ class RemoteSender:
 
         return TransferOps(copy_layer, prepare, inputs_first=True)
 
-    def _receive_reply(self, expected: EntryInfo, num_bytes: int) -> int:
+    def _receive_reply(self, wanted: EntryInfo, num_bytes: int) -> int:
         """Receive the header of a reply that has the requested tensors.
 
         Returns the position of the sender's keys.
@@ -331,7 +321,7 @@ class RemoteSender:
         model_info, entries = self._engine.model_info, header.entries
         start = entries[0].base_position if entries else 0
         if (
-            entries != (expected.model_copy(update={"base_position": start}),)
+            entries != (wanted.model_copy(update={"base_position": start}),)
             or (header.blocks and header.dtype != model_info.dtype)
             or start >= model_info.max_positions
         ):

@@ -88,18 +88,8 @@ class KVSnapshot(NamedTuple):
             ConfigError: if the file cannot be written.
             InvalidRequestError: if the snapshot is not what was exported.
         """
-        header, checksums = self._header(), list[bytes]()
-
-        def write(part: Path) -> None:
-            with ContainerFile.create(part, header) as file:
-                for block in seal_blocks(header, [self]):
-                    file.write(block)
-                    checksums.append(block.checksum)
-            if self.checksum not in (None, header.combine(checksums)):
-                raise InvalidRequestError(f"{path}: the snapshot is damaged, its checksum differs: export it again")
-
         ensure_writable(Path(path))
-        atomic_write(Path(path), write)
+        write_snapshots(Path(path), self._header(), [self], self.checksum)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "KVSnapshot":
@@ -117,16 +107,39 @@ class KVSnapshot(NamedTuple):
         return snapshot._replace(checksum=header.combine(block.checksum for block in blocks))
 
 
-def seal_block(header: Header, index: int, snapshots: Sequence[KVSnapshot]) -> Block:
+def seal_block(header: Header, number: int, snapshots: Sequence[KVSnapshot]) -> Block:
     """Return a block of a container with the tensors of snapshots, one an entry."""
-    info = header.blocks[index]
+    info = header.blocks[number]
     snapshot = snapshots[info.entry]
     tensors = snapshot.layers[info.layer] if "keys" in info.kinds else (snapshot.inputs[info.layer],)
-    return header.seal(index, [as_bytes(tensor.cpu().contiguous()) for tensor in tensors])
+    return header.seal(number, [as_bytes(tensor.cpu().contiguous()) for tensor in tensors])
 
 
 def seal_blocks(header: Header, snapshots: Sequence[KVSnapshot]) -> Iterator[Block]:
-    return (seal_block(header, index, snapshots) for index in range(len(header.blocks)))
+    return (seal_block(header, number, snapshots) for number in range(len(header.blocks)))
+
+
+def write_snapshots(path: Path, header: Header, snapshots: Sequence[KVSnapshot], checksum: int | None = None) -> None:
+    """Write snapshots as the entries of a container, atomically.
+
+    Args:
+        checksum: expected one of the container.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+        InvalidRequestError: if the checksum differs.
+    """
+
+    def write(part: Path) -> None:
+        checksums = []
+        with ContainerFile.create(part, header) as file:
+            for block in seal_blocks(header, snapshots):
+                file.write(block)
+                checksums.append(block.checksum)
+        if checksum not in (None, header.combine(checksums)):
+            raise InvalidRequestError(f"{path}: the snapshot is damaged, its checksum differs: export it again")
+
+    atomic_write(path, write)
 
 
 def to_snapshots(header: Header, blocks: Iterable[Block]) -> list[KVSnapshot]:

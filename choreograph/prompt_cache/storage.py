@@ -11,8 +11,7 @@ import torch
 
 from ..errors import CacheFileError, ConfigError
 from ..kv_cache.container import ContainerFile, Header
-from ..messages.kv_export import KVSnapshot, seal_blocks, to_snapshots
-from ..utils import atomic_write
+from ..messages.kv_export import KVSnapshot, to_snapshots, write_snapshots
 
 FIX = "remove it and save the cache again"
 
@@ -23,14 +22,8 @@ def save(file: Path, fingerprints: Mapping[str, str], snapshots: Mapping[str, KV
     dtype = next((snapshot.layers[0][0].dtype for snapshot in snapshots.values()), None)
     entries = [snapshot.describe(name=name) for name, snapshot in snapshots.items()]
     header = Header(entries, dtype, {"fingerprints": dict(fingerprints)})
-
-    def write(part: Path) -> None:
-        with ContainerFile.create(part, header) as container:
-            for block in seal_blocks(header, [*snapshots.values()]):
-                container.write(block)
-
     try:
-        atomic_write(file, write)
+        write_snapshots(file, header, [*snapshots.values()])
     except ConfigError as exc:
         raise CacheFileError(str(exc)) from None
     return header.num_bytes

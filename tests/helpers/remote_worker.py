@@ -61,15 +61,15 @@ def faulty(kind: str, facts: dict) -> None:
     """Knows the protocol well enough to break it."""
     channel = Channel(1)
     receive_header(channel), send_details(channel, **facts)()
-    request = receive_header(channel).details
-    keys = [(layer, what) for layer in request["keys"] for what in ("keys", "values")]
-    shapes = dict.fromkeys(keys, (len(CONTEXT), 2, 16))
+    (wanted,) = receive_header(channel).entries
+    shapes = dict(wanted.shapes)
     if kind == "lies":
-        shapes[keys[0]] = (len(CONTEXT), 2, 8)
+        shapes[min(shapes)] = (len(CONTEXT), 2, 8)
     if kind == "leaves out":
-        del shapes[keys[-1]], shapes[keys[-2]]
+        layer, _ = max(shapes)
+        del shapes[layer, "keys"], shapes[layer, "values"]
     model_hash = "other" if kind == "has another model" else facts["fingerprint"]
-    name = "other" if kind == "has another context" else request["name"]
+    name = "other" if kind == "has another context" else wanted.content_hash
     header = Header([EntryInfo(shapes=shapes, model_hash=model_hash, content_hash=name)], torch.float32)
     if kind == "mumbles":
         dist.send(torch.tensor([7]), 1)

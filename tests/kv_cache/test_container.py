@@ -247,6 +247,33 @@ def test_names_that_mean_the_same_are_refused(tmp_path):
         assert_refused(tmp_path / "file")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", ""),
+        ("dtype", "U8"),
+        ("dtype", None),
+        ("entries", "[]"),
+        ("entries", "{}"),
+        ("details", "NaN"),
+        ("more", ""),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(name, value, tmp_path):
+    header, blocks = small()
+    listing = json.loads(header.raw[8:-CHECKSUM_BYTES])
+    listing["__metadata__"][name] = value
+    (tmp_path / "file").write_bytes(signed(listing) + to_raw(header, blocks)[len(header.raw) :])
+    assert_refused(tmp_path / "file", "no valid header")
+
+
+def test_layers_that_are_not_there_take_no_memory(tmp_path):
+    info = EntryInfo(shapes={}).model_dump() | {"shapes": [["inputs", [1, 1], [*range(100_000)]]]}
+    metadata = {"format": FORMAT, "dtype": "F32", "entries": json.dumps([info]), "details": "{}"}
+    (tmp_path / "file").write_bytes(signed({"__metadata__": metadata}))
+    assert_refused(tmp_path / "file", "fewer tensors than its metadata")
+
+
 def test_an_announced_size_takes_no_memory(tmp_path):
     shapes = {(0, kind): (1 << 39, 1 << 20, 8) for kind in ("keys", "values")}
     (tmp_path / "huge").write_bytes(Header([EntryInfo(shapes=shapes)], torch.float32).raw)

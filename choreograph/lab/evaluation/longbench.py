@@ -41,6 +41,11 @@ def f1(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
         re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(str.maketrans("", "", string.punctuation))).split()
         for text in (prediction, answer)
     )
+    return token_f1(predicted, expected)
+
+
+def token_f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
+    """Return the F1 of two lists of tokens, in any order."""
     shared = sum((Counter(predicted) & Counter(expected)).values())
     return 2 * shared / (len(predicted) + len(expected)) if shared else 0.0
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from ...errors import ConfigError, DataError
 from ...models.adapter_usage import read_usage
+from ...utils import require
 from ..workflows import WorkflowFunction, takes_pairs
 from .datasets import Example, error_context, is_file, load, make_games, make_pairs
 
@@ -98,23 +99,13 @@ def split_off(
 
 
 def connected(items: Sequence[T], units: Callable[[T], Iterable[str]]) -> list[list[int]]:
-    """Return the indices of items, grouped by common units."""
-    parents = list(range(len(items)))
-
-    def root(index: int) -> int:
-        while parents[index] != index:
-            parents[index] = parents[parents[index]]
-            index = parents[index]
-        return index
-
+    """Return the indices of items, grouped by common units, in order of their first ones."""
+    groups = require("scipy.cluster.hierarchy", "eval").DisjointSet(range(len(items)))
     owners: dict[str, int] = {}
     for index, item in enumerate(items):
         for unit in units(item):
-            parents[root(index)] = root(owners.setdefault(unit, index))
-    groups: dict[int, list[int]] = {}
-    for index in range(len(items)):
-        groups.setdefault(root(index), []).append(index)
-    return list(groups.values())
+            groups.merge(owners.setdefault(unit, index), index)
+    return sorted(map(sorted, groups.subsets()))
 
 
 def check_disjoint(splits: Mapping[str, Collection[str]]) -> None:

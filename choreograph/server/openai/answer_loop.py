@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from ..engine_thread import ChoiceUpdate
 from ..running_request import GenerationSpec, RunningRequest
 from ..service import InferenceService
-from ..structured.output_parser import FunctionCall, OutputDelta, OutputParser
+from ..structured.output_parser import FunctionCall, OutputDelta, OutputParser, ParserOptions
 from .chat_prompt import ChatPrompt, answer_key
 from .event_stream import TextEvents
 from .token_text import PlacedToken, TokenBytes, TokenPlacer
@@ -32,30 +32,16 @@ def tool_call_dict(call: FunctionCall) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """How the answers of a request are parsed, and which of their tokens are kept."""
+class AnswerOptions(ParserOptions):
+    """How answers are parsed, and which of their tokens are kept."""
 
-    tool_form: str | None = None  # of tool calls; None: no tools
-    tool_names: frozenset[str] = frozenset()
-    thinks: bool = False
-    starts_thinking: bool = False
     continued: str = ""  # text of the message that the answer continues
-    single_call: bool = False
     returns_ids: bool = False  # token ids are kept for `ParsedAnswer.take_token_ids`
     keeps_end: bool = False  # log-probabilities include tokens that the text leaves out, and the one that ends it
 
-    def create_parser(self) -> OutputParser:
-        return OutputParser(
-            self.tool_form,
-            self.tool_names,
-            thinks=self.thinks,
-            starts_thinking=self.starts_thinking,
-            single_call=self.single_call,
-        )
-
     def keys_of(self, text: str) -> list[str]:
         """Return what a client may send back of an answer."""
-        parser = self.create_parser()
+        parser = OutputParser(self)
         deltas = parser.feed(text) + parser.finish()
         content = "".join(delta.text for delta in deltas if delta.kind == "content")
         calls = [tool_call_dict(delta.call) for delta in deltas if delta.call is not None]
@@ -93,7 +79,7 @@ class ParsedAnswer:
         self.num_generated = 0  # tokens
         self.num_reasoning = 0  # tokens between the tags of reasoning
         self.finish_reason: str | None = None
-        self._parser, self._placer, self._keeps_end = options.create_parser(), placer, options.keeps_end
+        self._parser, self._placer, self._keeps_end = OutputParser(options), placer, options.keeps_end
         self._has_logprobs = spec.sampling.logprobs is not None
         # a stop string, which the text loses, is known only when it is complete
         self._ids = ("with text" if spec.sampling.stop else "at once") if options.returns_ids else "never"
@@ -215,7 +201,7 @@ class AnswerEncoder(Protocol):
         """Return the events of a stream before the first answer begins."""
 
     def write(self, answer: ParsedAnswer, event: AnswerEvent, *, is_first: bool) -> str:
-        """Return the events of a stream for a part of an answer; "" for none.
+        """Return a stream's events for a part of an answer, maybe "".
 
         Args:
             is_first: it is the first part of this answer.
@@ -257,7 +243,7 @@ class AnswerLoop:
         return TokenPlacer(self.token_bytes, [*header, *sent], skip_special=spec.sampling.skip_special_tokens)
 
     async def events(self, encoder: AnswerEncoder) -> AsyncIterator[str]:
-        """Yield the server-sent events of a streamed request, those of a step at once."""
+        """Yield the server-sent events of a stream, one text a step."""
 
         def content_event(index: int, text: str) -> str:
             return encoder.write(self.answers[index], AnswerEvent("content", text), is_first=False)

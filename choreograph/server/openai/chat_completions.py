@@ -142,7 +142,7 @@ def prepare(
         sampling = end_with_grammar(service, sampling)
     single_call = body.parallel_tool_calls is False
     options = AnswerOptions(
-        tool_form, names, service.thinks, starts_thinking, continued, single_call, bool(body.return_token_ids)
+        tool_form, names, service.thinks, starts_thinking, single_call, continued, bool(body.return_token_ids)
     )
     spec = GenerationSpec(
         key,

@@ -5,29 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from ...api.call import SAMPLING_FIELDS
 from ...errors import InvalidRequestError
 from ...features.guard import OnLeak
 from ...sampling_params import SamplingParams
 from ..request_body import MAX_NAME_CHARS, MAX_TOP_LOGPROBS, Items, LabelNames
 from ..server_config import ReuseMode
 from .chat_messages import BodyPart, ChatMessages, as_turn
-
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "skip_special_tokens",
-)
 
 
 class _Body(BaseModel):
@@ -221,7 +205,7 @@ class _GenerationBody(_Body):
         Raises:
             SamplingError: if a parameter is out of range.
         """
-        options: dict[str, Any] = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        options: dict[str, Any] = {name: getattr(self, name, None) for name in SAMPLING_FIELDS}
         options = {name: value for name, value in options.items() if value is not None}
         options["stop"] = tuple(text for text in _as_list(options.pop("stop", ())) if text)
         if "logit_bias" in options:

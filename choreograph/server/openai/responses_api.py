@@ -17,12 +17,10 @@ from .event_stream import sse
 from .protocol import ChatCompletionRequest, ResponsesRequest
 from .token_text import logprob_entry
 
-SHARED_FIELDS = (
-    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "structured_outputs", "choreography",
-    "cache_salt", "extra_key", "priority", "session_id", "chat_template_kwargs", "skip_special_tokens",
-    "parallel_tool_calls",
-)  # fmt: skip
+# fields of a chat that mean the same here
+SHARED_FIELDS = ChatCompletionRequest.model_fields.keys() & ResponsesRequest.model_fields.keys() - {
+    *("stream", "stream_options", "return_token_ids", "tools", "tool_choice", "top_logprobs")
+}
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
