@@ -512,7 +512,7 @@ def _remote_seconds(
 
 def _drop_partial_entries(engine: Engine) -> None:
     manager = engine.core.cache_manager
-    for entry in [e for e in manager.entries.values() if e.computed_layers is not None and not e.owners]:
+    for entry in [e for e in manager.entries.values() if e.is_partial and not e.owners]:
         manager.discard(entry)
 
 

@@ -1,20 +1,14 @@
 """`choreograph serve`: the OpenAI-compatible server.
 
-Its options are the fields of the config classes that have a docstring, and what is neither of server nor engine.
+Its options are the described fields of the config classes, and what is neither of server nor engine.
 """
 
-import ast
-import dataclasses
 import inspect
 import os
-from itertools import pairwise
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import typer
-from annotated_types import Ge, Le
-from pydantic.fields import FieldInfo
 
 from ..cluster.cluster_config import ClusterConfig
 from ..config import CacheConfig, EngineConfig, SchedulerConfig
@@ -22,6 +16,7 @@ from ..errors import ConfigError
 from ..server.server_config import ServerConfig, read_api_keys, take_engine, take_options
 from ..utils import importing_torch, require
 from . import common
+from .config_options import add_parameters, config_parameters
 
 # further tabs of the dashboard by title, see `TabFactory`; `choreograph.__main__` adds the playground
 DASHBOARD_TABS: dict[str, Any] = {}
@@ -32,65 +27,7 @@ PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # 
 PRIMITIVE_CACHE_CAPACITY = 128  # compiled matrix products
 
 
-def _descriptions(config_class: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a class."""
-    (tree,) = ast.parse(inspect.getsource(config_class)).body
-    assert isinstance(tree, ast.ClassDef)
-    return {
-        ast.unparse(field.target): str(text.value.value)
-        for field, text in pairwise(tree.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
-
-
-def _parameter(field: "dataclasses.Field[Any]", annotation: Any, description: str) -> inspect.Parameter:
-    """Return the parameter of `serve` for a field of a config class.
-
-    A field of several values is an option that may be repeated, with a name in the singular.
-    """
-    name, settings, decls = field.name, dict[str, Any](), list[str]()
-    kind = _read_type(annotation, settings)
-    settings["help"] = " ".join(description.split()) + settings.pop("choices", "")
-    if kind == list[str]:
-        name = name.removesuffix("s")
-        decls = [f"--{name.replace('_', '-')}"]
-    elif field.default not in (None, False) and "by default" not in description:
-        settings["help"] += f" (default: {field.default})"
-    option: Any = Annotated[kind | None, typer.Option(*decls, **settings)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-
-
-def _read_type(annotation: Any, settings: dict[str, Any]) -> Any:
-    """Return the type that the command line reads; add choices and bounds to the settings of its option."""
-    arguments = [argument for argument in get_args(annotation) if argument is not NoneType]
-    if get_origin(annotation) is Annotated:
-        kind = _read_type(arguments[0], settings)
-        for item in arguments[1:]:
-            for bound in item.metadata if isinstance(item, FieldInfo) else [item]:
-                settings |= {"min": bound.ge} if isinstance(bound, Ge) else {}
-                settings |= {"max": bound.le} if isinstance(bound, Le) else {}
-        return kind
-    if get_origin(annotation) is Literal:
-        settings["choices"] = f" One of {', '.join(arguments)}."
-        return str
-    if get_origin(annotation) is tuple:
-        return list[str]
-    kind = _read_type(arguments[0], settings) if arguments else annotation
-    return str if len(arguments) > 1 else kind  # a text may be any of several types
-
-
-def _config_parameters() -> dict[str, inspect.Parameter]:
-    """Return the parameters of `serve` by the fields that they set."""
-    result = {}
-    for config_class in CONFIG_CLASSES:
-        hints, descriptions = get_type_hints(config_class, include_extras=True), _descriptions(config_class)
-        for field in dataclasses.fields(config_class):
-            if field.name in descriptions:
-                result[field.name] = _parameter(field, hints[field.name], descriptions[field.name])
-    return result
-
-
-CONFIG_PARAMETERS = _config_parameters()
+CONFIG_PARAMETERS = config_parameters(CONFIG_CLASSES)
 
 
 def serve(
@@ -161,8 +98,7 @@ def serve(
     )
 
 
-_OWN_PARAMETERS = list(inspect.signature(serve).parameters.values())[:-1]
-serve.__signature__ = inspect.Signature([*_OWN_PARAMETERS, *CONFIG_PARAMETERS.values()])  # type: ignore[attr-defined]
+add_parameters(serve, CONFIG_PARAMETERS)
 
 
 def limit_primitive_cache() -> None:

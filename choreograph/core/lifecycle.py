@@ -14,7 +14,7 @@ from ..kv_cache.hashing import content_hash
 from ..kv_cache.manager import KVCacheManager
 from ..models.info import ModelInfo
 from ..outputs import FinishReason
-from ..request.request import Request, RequestState
+from ..request.request import Request, RequestState, wrap_error
 from .waiting_queue import Queues
 
 
@@ -108,7 +108,11 @@ class Lifecycle:
             if is_unused or state in (RequestState.FAILED, RequestState.CANCELLED):
                 cache.release(entry, request.message_owner)
         for feature in self._features.finishing:
-            feature.finished(request)
+            try:
+                feature.finished(request)
+            except Exception as exc:  # concerns this request alone
+                request.error = request.error or wrap_error(request, "a feature raised at its end", exc)
+                request.state = state = RequestState.FAILED
         self._events.emit("finished" if state is RequestState.DONE else state.value, request=request.id)
 
     def fail(self, request: Request, exc: ChoreographError) -> None:

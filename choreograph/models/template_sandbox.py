@@ -102,7 +102,7 @@ _RENDERING: ContextVar[_Rendering] = ContextVar("rendering")  # of this thread
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Environment of transformers' chat templates in which all that repeats or grows is checked."""
+    """Environment of transformers' chat templates with bounds on time and memory."""
 
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 

@@ -47,12 +47,10 @@ def _parse_function(function: Callable[..., Any]) -> ast.FunctionDef:
         lines, first = inspect.getsourcelines(function)
         wrapper = "if True:\n" if lines[0][:1].isspace() else ""  # the source of a nested function is indented
         module = ast.parse(wrapper + "".join(lines))
-    except (OSError, TypeError, SyntaxError):
-        raise SchemaError("a program is read from its source: define it in a file, as one function") from None
+        definition = next(node for node in ast.walk(module) if isinstance(node, ast.FunctionDef))
+    except (OSError, TypeError, SyntaxError, StopIteration):
+        raise SchemaError("a program is read from its source: define it in a file, as one function with def") from None
     ast.increment_lineno(module, first - 1 - wrapper.count("\n"))
-    definition = next((node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)), None)
-    if definition is None:
-        raise SchemaError("a program is one function: define it with def")
     return definition
 
 

@@ -99,13 +99,16 @@ class ServerConfig:
 class ProxyConfig:
     """Options of the proxy of a vLLM server."""
 
-    upstream: str  # address of the server, as http://127.0.0.1:8000
-    api_key: str | None = None  # that the check at start sends; clients send their own
-    repair: Annotated[float, Field(ge=0, le=1)] = (
-        0.0  # share of reused tokens to compute again, of requests without one
-    )
-    max_stored_tokens: NonNegativeInt = 1 << 20  # tokens of entries that are remembered, of all tenants
-    max_body_bytes: PositiveInt = 64 << 20  # of a request; larger ones are answered with 413
+    upstream: str
+    """Address of a vLLM server that runs the connector, as http://127.0.0.1:8000."""
+    api_key: str | None = None
+    """A key of the vLLM server, for the check at start; clients send their own."""
+    repair: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of reused tokens to compute again, of requests without one."""
+    max_stored_tokens: NonNegativeInt = 1 << 20
+    """Tokens of entries to remember, of all tenants; the server should hold as many."""
+    max_body_bytes: PositiveInt = 64 << 20
+    """Largest body of a request; others are answered with 413."""
 
     def __post_init__(self) -> None:
         if not self.upstream.startswith(("http://", "https://")):

@@ -225,7 +225,7 @@ class InferenceService:
         return min(self.config.max_tokens, available)
 
     def too_long(self, num_prompt: int, requested: int | None, param: str) -> ApiError:
-        """Return the error of a prompt that leaves no place for its answer."""
+        """Return the error of a prompt without room for its answer."""
         total, output = num_prompt + (requested or 1), requested or 1
         parts = f"requested {total} tokens ({num_prompt} in the prompt, {output} in the completion)"
         return context_exceeded(self.max_model_len, param, parts)

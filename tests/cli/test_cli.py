@@ -219,7 +219,6 @@ def test_an_error_is_one_line_and_no_traceback(arguments, words, capsys):
         ("step-graph show g.yaml --svg file/x.svg", "file: directory cannot be created"),
         ("prompt-cache show s.pml --svg folder", "folder: is a directory"),
         ("prompt-cache warm s.pml --save folder", "folder: is a directory"),
-        ("prompt-cache warm s.pml --save x.json", "x.json: this name is the manifest's"),
         ("step-graph show tree_of_thoughts", "tree_of_thoughts: no such step-graph file; write one in YAML"),
         ("graph show folder", "folder: not a step-graph file; write one in YAML"),
         ("step-graph show broken.py", "broken.py: not a step-graph file; write one in YAML"),

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from choreograph import Engine, SamplingParams, connect
-from choreograph.context.feature import READY, ContextFeature, Outcome, RequestDraft
-from choreograph.errors import ConfigError, InvalidRequestError
-from choreograph.request.request import Request
+from choreograph.context.feature import READY, ContextFeature, Outcome, Prefills, RequestDraft
+from choreograph.errors import ConfigError, InvalidRequestError, RequestFailedError
+from choreograph.request.request import Purpose, Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, logprobs=0)
 
@@ -187,3 +187,54 @@ def test_a_server_takes_the_option(talker_folder):
                 one.decode([4], read, sampling=GREEDY) for one, read in zip((session, own), parents, strict=True)
             )
             assert said.tokens == told.tokens
+
+
+class Broken(ContextFeature):
+    """Raises in one of its methods, for requests that start with token 50."""
+
+    def __init__(self, method):
+        setattr(self, method, self._raise)
+        self.method = method
+
+    def _raise(self, request, **_):
+        if request.prompt[0] == 50:
+            raise ValueError("broken")
+        return READY if self.method == "rewrite" else None
+
+    def rewrite(self, request, *, may_load):
+        return READY
+
+    def admitted(self, request):
+        pass
+
+    def finished(self, request):
+        pass
+
+
+class Endless(ContextFeature):
+    """Asks for other prefills again and again."""
+
+    def attach(self, core):
+        self._core = core
+
+    def rewrite(self, request, *, may_load):
+        if request.prompt[0] != 50 or request.purpose is Purpose.CONTEXT:
+            return READY
+        return Prefills([request.for_context(self._core.new_id(), [7, 8], (), ())])
+
+
+@pytest.mark.parametrize("feature", [Broken("rewrite"), Broken("admitted"), Broken("finished"), Endless()])
+def test_a_feature_that_goes_wrong_fails_its_request_alone(feature):
+    made = tiny_models.engine(features=[feature])
+    with made.session() as session, tiny_models.engine().session() as other:
+        parent, expected = session.prefill([1, 2, 3]), other.prefill([1, 2, 3])
+        bad = session.decode([50, 4], [parent], sampling=GREEDY)
+        good = session.decode([4, 6], [parent], sampling=GREEDY)
+        assert_equal([good], [other.decode([4, 6], [expected], sampling=GREEDY)])
+        with pytest.raises(RequestFailedError, match=r"broken|features asked for other prefills"):
+            bad.result()
+            made.run_until_idle()
+            bad.result()
+        made.run_until_idle()
+        made.check()
+    assert made.stats().num_referenced_entries == 0

@@ -33,7 +33,7 @@ def tool_call_dict(call: FunctionCall) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AnswerOptions(ParserOptions):
-    """How the answers of a request are parsed, and which of their tokens are kept."""
+    """How answers are parsed, and which of their tokens are kept."""
 
     continued: str = ""  # text of the message that the answer continues
     returns_ids: bool = False  # token ids are kept for `ParsedAnswer.take_token_ids`
@@ -201,7 +201,7 @@ class AnswerEncoder(Protocol):
         """Return the events of a stream before the first answer begins."""
 
     def write(self, answer: ParsedAnswer, event: AnswerEvent, *, is_first: bool) -> str:
-        """Return the events of a stream for a part of an answer; "" for none.
+        """Return a stream's events for a part of an answer, maybe "".
 
         Args:
             is_first: it is the first part of this answer.
@@ -243,7 +243,7 @@ class AnswerLoop:
         return TokenPlacer(self.token_bytes, [*header, *sent], skip_special=spec.sampling.skip_special_tokens)
 
     async def events(self, encoder: AnswerEncoder) -> AsyncIterator[str]:
-        """Yield the server-sent events of a streamed request, those of a step at once."""
+        """Yield the server-sent events of a stream, one text a step."""
 
         def content_event(index: int, text: str) -> str:
             return encoder.write(self.answers[index], AnswerEvent("content", text), is_first=False)

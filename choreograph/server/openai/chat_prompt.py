@@ -105,7 +105,10 @@ def answer_key(content: str | None, tool_calls: Sequence[Mapping[str, Any]]) -> 
 
 
 class ChatRenderer:
-    """Prompts of chats, in forms that the template accepts, with tools and cuts between messages."""
+    """Prompts of chats, with tools and cuts between messages.
+
+    A chat is rendered in the first form that the template accepts.
+    """
 
     def __init__(self, chat_template: ChatTemplate) -> None:
         self._template = chat_template
@@ -175,7 +178,10 @@ class ChatRenderer:
         return self._template.encode_text(text, opening=opening)
 
     def check_length(self, text: str, max_tokens: int, param: str) -> None:
-        """Refuse a text that certainly has too many tokens, without tokenizing all of it."""
+        """Refuse a text that certainly has too many tokens.
+
+        Not all of it is tokenized.
+        """
         if self._template.is_longer(text, max_tokens):
             raise context_exceeded(max_tokens, param, f"sent a text of {len(text):,} characters, which has more")
 

@@ -1,4 +1,4 @@
-"""Parts of the JSON of chats and text completions: choices, token counts and the end of streams."""
+"""Choices, token counts and ends of streams, for chats and text completions."""
 
 import time
 import uuid

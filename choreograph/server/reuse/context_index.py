@@ -52,7 +52,10 @@ def longest(
     stop: int,
     is_usable: Callable[[Item], bool] = lambda item: True,
 ) -> tuple[Item, int] | None:
-    """Return the one that equals most of tokens[start:stop], and how many; None if these are too few."""
+    """Return the item that equals most of tokens[start:stop].
+
+    The second value is their number; None if these are too few.
+    """
     best, best_length = None, 0
     for item in followers:
         length = common_length(item.tokens, tokens, start, stop)

@@ -116,7 +116,7 @@ class RemoteSessions:
         return session
 
     def messages(self, tenant: str, session_id: str) -> dict[str, Message]:
-        """Return the messages of a session by id; none if it is not open."""
+        """Return a session's messages by id; none if not open."""
         session = self._sessions.get((tenant, session_id))
         return {} if session is None else session.messages
 
