@@ -25,7 +25,7 @@ from choreograph.api.concurrency import run_concurrently
 from choreograph.console import print_table
 from choreograph.features.repair.options import REPAIR_STRATEGIES
 from choreograph.lab.evaluation.datasets import Example
-from choreograph.lab.evaluation.runner import example_seed
+from choreograph.lab.evaluation.experiment import example_seed
 from choreograph.lab.evaluation.statistics import ratio
 from choreograph.lab.workflows import find
 from choreograph.lab.workflows.run import WorkflowRun, call_workflow

@@ -31,10 +31,10 @@ from torch import Tensor
 from choreograph import Engine
 from choreograph.attention.rope import rotate
 from choreograph.lab.evaluation.statistics import mean
+from choreograph.lab.evaluation.traces import load_traces
+from choreograph.lab.replay.packed_forward import PackedForwardContext, PackedTrace, full_prompt_indices, pack
+from choreograph.lab.replay.traced_calls import TracedCall, TraceSlice, as_full_prompts, iter_decodes
 from choreograph.lab.training import Trace, make_examples
-from choreograph.lab.training.dataset import load_traces
-from choreograph.lab.training.packed_forward import PackedForwardContext, PackedTrace, full_prompt_indices, pack
-from choreograph.lab.training.trace import TracedCall, TraceSlice, as_full_prompts, iter_decodes
 from choreograph.lab.workflows import find
 from choreograph.models.hf_model import HFModel
 from choreograph.sampling_params import SamplingParams

@@ -21,15 +21,16 @@ from rich.console import Console
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.console import print_table
 from choreograph.lab.evaluation.datasets import Example, load, make_games, make_pairs, parse_example, records
+from choreograph.lab.evaluation.experiment import Experiment
 from choreograph.lab.evaluation.fidelity import measure_divergence, summarize_divergence
 from choreograph.lab.evaluation.report import format_estimate, score_table, summarize
 from choreograph.lab.evaluation.run_dir import RunDirectory, read_json_object, write_json
-from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.evaluation.runner import evaluate_conditions
 from choreograph.lab.evaluation.statistics import Estimate, Units, difference, mean, ratio
+from choreograph.lab.replay.traced_calls import TracedCall
 from choreograph.lab.training import Trace, TrainConfig, collect_traces, make_examples, train
-from choreograph.lab.training.dataset import TrainingExample, baseline_examples
+from choreograph.lab.training.examples import TrainingExample, baseline_examples
 from choreograph.lab.training.losses import example_losses
-from choreograph.lab.training.trace import TracedCall
 from choreograph.lab.workflows import WorkflowRun, conditions_of, find
 from choreograph.lab.workflows.run import Condition
 from choreograph.sampling_params import SamplingParams
@@ -513,17 +514,12 @@ def score_answers(engine: Engine, name: str, plan: Plan, examples: list[Example]
     known = conditions_of(workflow)
     conditions = {**known, f"{plan.condition} + FT": plan.adapter_condition}
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=plan.max_tokens)
-    settings = make_run_config(
-        engine, plan.workflow, workflow, examples, conditions, sampling=sampling, seed=0, options=plan.options
-    )
+    experiment = Experiment(plan.workflow, workflow, conditions, sampling, options=plan.options)
     records = evaluate_conditions(
         engine,
-        workflow,
+        experiment,
         examples,
-        conditions,
-        RunDirectory(out / "scores", settings),
-        sampling=sampling,
-        options=plan.options,
+        RunDirectory(out / "scores", experiment.settings(engine, examples)),
         concurrency=64,
         on_done=ProgressPrinter(f"{name}: answers", len(conditions) * len(examples)),
     )

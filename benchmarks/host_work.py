@@ -5,19 +5,27 @@ once a step) is replaced by one that returns logits made beforehand after buildi
 all of the engine's work but no kernel of the model, and the attention metadata is built as the kernel needs it. What is
 timed is the whole `Engine.step` in processor time of its thread. Sampling is in it: the argmax over the logits of every row
 is a kernel too, so its time, measured apart on the same logits, is given in a row of its own and not subtracted.
+
+Beside the times, calls of the package's own functions are counted: those of a step, and those of submitting a decode.
 """
 
 import argparse
 import cProfile
 import pstats
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
+import choreograph
 from choreograph import Engine
 from choreograph.attention import cpp_backend
 
-from .common import engine, greedy, median_row, random_tokens, save
+from .common import Row, engine, greedy, median_row, random_tokens, save
 
 BOUNDS = {1: (0.5, 0.2), 32: (1.5, 0.8)}
 
@@ -40,6 +48,42 @@ def replace_forward(e: Engine, num_rows: int) -> torch.Tensor:
 
     hf_model.logits = forward
     return logits
+
+
+def count_calls(function: Callable[[], object]) -> Counter[str]:
+    """Run `function`; return the calls of the package's own functions, by "file:function"."""
+    package, calls = str(Path(choreograph.__file__).parent), Counter[str]()
+
+    def record(frame: Any, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls[f"{frame.f_code.co_filename[len(package) + 1 :]}:{frame.f_code.co_qualname}"] += 1
+
+    sys.setprofile(record)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def count_rows() -> list[Row]:
+    """Count the calls of a submission and of a plain decode step; print where they are."""
+    e = engine(compile=False, tokens=4096)
+    with e.session(seed=0) as session:
+        question = session.prefill([1, 2, 3])
+        context = session.prefill([4, 5, 6, 7], [question])
+        session.decode([9], sampling=greedy(20)).result()  # computes what is kept: the end tokens of the model
+        submission = count_calls(lambda: session.decode([8, 9], [question, context], sampling=greedy(20)))
+        for _ in range(5):  # admission, the header, and steps that build the plan of the next one
+            e.step()
+        step = count_calls(e.step)
+    rows = []
+    for name, calls in (("submission of a decode", submission), ("decode step, 1 request", step)):
+        files = {call.partition(":")[0] for call in calls}
+        print(f"{name}: {calls.total()} calls of {len(calls)} functions in {len(files)} files")
+        print("\n".join(f"  {count:3d} {call}" for call, count in sorted(calls.items())))
+        rows.append(Row(f"calls of a {name}", calls.total(), "", calls.total(), calls.total(), better="lower"))
+    return rows
 
 
 def main() -> None:
@@ -77,7 +121,7 @@ def main() -> None:
         rows.append(median_row(f"host work of a decode step, {name}", steps, "ms", better="lower", **bounds))
         rows.append(median_row(f"of it the search for the largest logits, {name}", maxima, "ms", better="lower"))
     if rows:
-        save("host_work", rows)
+        save("host_work", [*rows, *count_rows()])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from .common import SIMULATED, Row, save
 from .kvflow import EngineFactory, concurrent_workflows, single_workflow
 
 EFFICIENCY = {"arithmetic": 0.5, "memory": 0.8, "link": 0.8}  # assumed shares of the peak rates
-GIB = 2**30
 A10G = HardwareModel(
     name="Llama-3.1-8B on an A10G",
     parameters=8.03e9,

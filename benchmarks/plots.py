@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from choreograph.viz import ErrorBar, Point, saved_figure
+from choreograph.viz import Point, panel_grid, saved_figure
+
+ErrorBar = tuple[float, float, float]  # value, low, high
 
 
 def speedup_over_branches(
@@ -63,11 +65,7 @@ def ttft_plot(series: Mapping[str, Sequence[Point]], path: Path, *, num_new_toke
 
 def learning_curves(series: Mapping[str, tuple[Sequence[Point], float]], path: Path) -> None:
     """Plot validation log-loss over updates; dotted: the baseline."""
-    columns = min(3, len(series))
-    rows = -(-len(series) // columns)
-    with saved_figure(path, 3.6 * columns, 2.6 * rows, nrows=rows, ncols=columns, squeeze=False) as axes:
-        for empty in axes.flat[len(series) :]:
-            empty.set_axis_off()
+    with panel_grid(path, len(series), 3.6, 2.6) as axes:
         for panel, (label, (points, baseline)) in zip(axes.flat, series.items(), strict=False):
             panel.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, linewidth=1.2)
             panel.axhline(baseline, color="grey", linewidth=0.8, linestyle=":")
@@ -126,17 +124,13 @@ def pareto_plot(series: Mapping[str, Sequence[Point]], path: Path, *, xlabel: st
 
 def repair_curves(stages: Mapping[str, Mapping[str, Sequence[Point]]], path: Path) -> None:
     """Plot the divergence closed over the speed-up of the first token, by strategy, a panel a stage."""
-    ncols = 4
-    nrows = -(-len(stages) // ncols)
-    with saved_figure(path, 2.7 * ncols, 2.5 * nrows, nrows=nrows, ncols=ncols, squeeze=False) as axes:
+    with panel_grid(path, len(stages), 2.7, 2.5, max_columns=4) as axes:
         for panel, (title, strategies) in zip(axes.flat, stages.items(), strict=False):
             for strategy, points in strategies.items():
                 panel.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.1, label=strategy)
             panel.axhline(100, color="grey", linewidth=0.8, linestyle=":")
             panel.axvline(1, color="grey", linewidth=0.8, linestyle=":")
             panel.set_title(title, fontsize=9)
-        for panel in axes.flat[len(stages) :]:
-            panel.axis("off")
         for panel in axes[:, 0]:
             panel.set_ylabel("KL closed, %")
         for panel in axes[-1]:

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.errors import PromptError, SchemaError
-from choreograph.lab.evaluation.datasets import documents_of
 from choreograph.outputs import Mode
 from choreograph.prompt_cache import Prompt, PromptCache
 
 from .common import Row, greedy, median_row, ratio_row, save
-from .prompt_cache_quality import make_schema_and_prompt, read_records
+from .prompt_cache_quality import documents_of, make_schema_and_prompt, read_records
 
 SIDES: dict[str, tuple[str, Mode]] = {  # label: location of the modules, mode
     "device": ("device", "choreographed"),

@@ -9,6 +9,7 @@ goes on.
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.api.concurrency import run_concurrently
-from choreograph.lab.evaluation.datasets import documents_of, records
+from choreograph.lab.evaluation.datasets import context_of, documents_in, records
 from choreograph.lab.evaluation.longbench import METRICS, PROMPTS, best_score
 from choreograph.lab.evaluation.metrics import normalize_text
 from choreograph.lab.evaluation.statistics import difference, mean
@@ -39,6 +40,23 @@ def read_records(file: Path) -> list[Mapping[str, Any]]:
     """The records of a file; LongBench's own names are replaced by ours."""
     names = {"_id": "id", "dataset": "task"}
     return [{names.get(key, key): value for key, value in record.items()} for record in records(file)]
+
+
+def documents_of(record: Mapping[str, Any]) -> list[str]:
+    """Return a record's documents, and its context split into LongBench passages."""
+    context = context_of(record)
+    return documents_in(record) + (split_passages(context) if context else [])
+
+
+def split_passages(context: str) -> list[str]:
+    """Split a context losslessly into numbered passages, or return it whole."""
+    starts: list[int] = []
+    for match in re.finditer(r"^(?:Passage|Paragraph) (\d+):", context, re.MULTILINE):
+        if int(match[1]) == len(starts) + 1:  # a number out of order is part of a passage
+            starts.append(match.start())
+    if not starts or starts[0]:
+        return [context]
+    return [context[start:end] for start, end in zip(starts, [*starts[1:], len(context)], strict=True)]
 
 
 def answers_of(record: Mapping[str, Any]) -> list[str]:

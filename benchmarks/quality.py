@@ -17,9 +17,10 @@ from rich.console import Console
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.console import print_table
 from choreograph.lab.evaluation.datasets import Example, load, make_games, make_pairs
+from choreograph.lab.evaluation.experiment import Experiment
 from choreograph.lab.evaluation.report import format_estimate, score_table, summarize, win_rates
 from choreograph.lab.evaluation.run_dir import RunDirectory, RunRecord
-from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.evaluation.runner import evaluate_conditions
 from choreograph.lab.workflows import Condition, conditions_of, find
 from choreograph.sampling_params import SamplingParams
 
@@ -85,9 +86,7 @@ def run(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Pat
     workflow = find(plan.workflow)
     conditions = conditions_for(plan)
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=plan.max_tokens)
-    settings = make_run_config(
-        engine, plan.workflow, workflow, examples, conditions, sampling=sampling, seed=0, options=plan.options
-    )
+    experiment = Experiment(plan.workflow, workflow, conditions, sampling, options=plan.options)
     count = 0
 
     def on_done(condition: str, record: RunRecord) -> None:
@@ -98,12 +97,9 @@ def run(engine: Engine, name: str, plan: Plan, examples: list[Example], out: Pat
 
     return evaluate_conditions(
         engine,
-        workflow,
+        experiment,
         examples,
-        conditions,
-        RunDirectory(out / name, settings),
-        sampling=sampling,
-        options=plan.options,
+        RunDirectory(out / name, experiment.settings(engine, examples)),
         concurrency=64,
         max_requests=256,
         on_done=on_done,

@@ -25,7 +25,7 @@ from choreograph import Budget, Engine, Message, Repair, SamplingParams
 from choreograph.console import print_table
 from choreograph.features.agent_tags import RequestTag, tag_requests
 from choreograph.features.repair.options import REPAIR_STRATEGIES
-from choreograph.lab.evaluation.runner import example_seed
+from choreograph.lab.evaluation.experiment import example_seed
 from choreograph.lab.evaluation.statistics import Estimate, bootstrap, ratio
 from choreograph.lab.workflows import find
 from choreograph.lab.workflows.run import Transcript, WorkflowRun, call_workflow

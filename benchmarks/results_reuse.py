@@ -9,8 +9,9 @@ from choreograph.lab.evaluation.report import format_estimate
 from choreograph.lab.evaluation.statistics import ratio
 
 from .reuse import RATE_FACTORS
+from .tables import table
 
-Runs = Mapping[str, Mapping[str, Any]]
+Result = Mapping[str, Any]  # of the benchmark, as its JSON file holds it
 DATASET_NAMES = {
     "hotpotqa": "HotpotQA",
     "2wikimqa": "2WikiMQA",
@@ -21,10 +22,11 @@ DATASET_NAMES = {
 METRIC_NAMES = {"likelihood": "known answers", "agreement": "its own answers"}
 
 
-def profiles(runs: Runs) -> tuple[list[str], list[list[str]]]:
+@table("reuse-profile", "reuse", provenance=False)
+def profiles(reuse: Result) -> Any:
     """What a profile finds: how much full reuse loses, which layers matter, what is picked."""
     lines = []
-    for title, run in runs.items():
+    for title, run in reuse["runs"].items():
         result = run.get("profile")
         for data in result["inputs"] if result else ():
             lines.append(
@@ -38,20 +40,14 @@ def profiles(runs: Runs) -> tuple[list[str], list[list[str]]]:
                     ", ".join(map(str, result["critical"][data])) or "none",
                 ]
             )
-    return [
-        "pair, model",
-        "data",
-        "questions",
-        "likelihood of",
-        "log-likelihood, own",
-        "lost by full reuse",
-        "critical layers",
-    ], lines
+    head = "pair, model | data | questions | likelihood of | log-likelihood, own | lost by full reuse | critical layers"
+    return head, lines
 
 
-def quality(runs: Runs) -> tuple[list[str], list[list[str]]]:
+@table("reuse-quality", "reuse")
+def quality(reuse: Result) -> Any:
     lines = []
-    for title, run in runs.items():
+    for title, run in reuse["runs"].items():
         result = run.get("quality")
         sets = [(DATASET_NAMES[data], one) for data, one in result["data"].items()] if result else []
         if "pooled" in (result or {}) and len(sets) > 1:
@@ -61,26 +57,28 @@ def quality(runs: Runs) -> tuple[list[str], list[list[str]]]:
             f1 = [format_estimate(one[how], 100) for how in ("sent", "own", "partial", "reused")]
             points = [format_estimate(one[how], sign=True) for how in ("partial loss", "reused loss")]
             lines.append([title, data, f"{result['pattern']} ({100 * result['share']:.0f}%)", *f1, *points, n])
-    head = ["pair, model", "data", "layers computed", "sender F1", "receiver F1", "partial", "all reused"]
-    return [*head, "partial loses", "full reuse loses", "n"], lines
+    head = "pair, model | data | layers computed | sender F1 | receiver F1 | partial | all reused"
+    return f"{head} | partial loses | full reuse loses | n", lines
 
 
-def times(runs: Runs) -> tuple[list[str], list[list[str]]]:
+@table("reuse-times", "reuse", provenance=False)
+def times(reuse: Result) -> Any:
     lines = []
-    for title, run in runs.items():
+    for title, run in reuse["runs"].items():
         for part, what in (("latency", "prefill"), ("remote", "first token, fetched")):
             result = run.get(part)
             for length, one in result["lengths"].items() if result else ():
                 medians = [f"{1e3 * float(np.median(one[way])):,.0f}" for way in ("full", "partial")]
                 cells = [format_estimate(ratio(one["full"], one["partial"]), places=2), result["pattern"]]
                 lines.append([title, what, f"{int(length):,}", *medians, *cells])
-    return ["pair, model", "what", "tokens", "all layers, ms", "partial, ms", "ratio", "layers computed"], lines
+    return "pair, model | what | tokens | all layers, ms | partial, ms | ratio | layers computed", lines
 
 
-def transfer(runs: Runs) -> tuple[list[str], list[list[str]]]:
+@table("reuse-transfer", "reuse", provenance=False)
+def transfer(reuse: Result) -> Any:
     """Figure 17: what is picked from one data set's profile, on another data set."""
     lines = []
-    for title, run in runs.items():
+    for title, run in reuse["runs"].items():
         result = run.get("profile")
         for data, points in result["transfer"].items() if result else ():
             worst = max(points, key=lambda point: point[2] - point[1])
@@ -88,13 +86,14 @@ def transfer(runs: Runs) -> tuple[list[str], list[list[str]]]:
             lines.append(
                 [title, DATASET_NAMES[data], str(len(points)), f"{mean:+.3f}", f"{worst[2] - worst[1]:+.3f}", worst[0]]
             )
-    return ["pair, model", "used on", "points", "lost more, mean", "lost more, most", "at"], lines
+    return "pair, model | used on | points | lost more, mean | lost more, most | at", lines
 
 
-def stream(runs: Runs) -> tuple[list[str], list[list[str]]]:
+@table("reuse-stream", "reuse", provenance=False)
+def stream(reuse: Result) -> Any:
     """The rates, and what the requests of each waited. A knee is known from one rate that was tried to the next."""
     lines = []
-    for title, run in runs.items():
+    for title, run in reuse["runs"].items():
         result = run.get("stream")
         for way, points in result["rates"].items() if result else ():
             cells = [f"{1e3 * one['ttft']:,.0f} / {1e3 * one['e2e']:,.0f}" for one in points]
@@ -115,10 +114,11 @@ def _between(low: float, high: float | None) -> str:
     return f"{low:.2f} or more" if high is None else f"{low:.2f} to {high:.2f}"
 
 
-def choice(runs: Runs) -> tuple[list[str], list[list[str]]]:
+@table("reuse-choice", "reuse", provenance=False)
+def choice(reuse: Result) -> Any:
     """Which patterns were chosen as the rate rose: requests of each."""
     lines = []
-    for title, run in runs.items():
+    for title, run in reuse["runs"].items():
         for way, points in run.get("stream", {"rates": {}})["rates"].items():
             told = [one["patterns"] for one in points] if way.startswith("within") else []
             for pattern in dict.fromkeys(name for one in told for name in one):
@@ -126,21 +126,11 @@ def choice(runs: Runs) -> tuple[list[str], list[list[str]]]:
     return ["pair, model", "objective", "layers computed", *(f"{f}x" for f in RATE_FACTORS)], lines
 
 
-def memory(runs: Runs) -> tuple[list[str], list[list[str]]]:
+@table("reuse-memory", "reuse", provenance=False)
+def memory(reuse: Result) -> Any:
     lines = []
-    for title, run in runs.items():
+    for title, run in reuse["runs"].items():
         if result := run.get("memory"):
             sizes = [f"{result[what] / 2**20:.1f}" for what in ("bytes of one", "inputs")]
             lines.append([title, *sizes, *(f"{value:.2f}" for value in result["ratio"].values())])
-    return ["pair, model", "one model, MiB", "inputs kept, MiB", "2 models", "3", "4", "8"], lines
-
-
-TABLES = {
-    "reuse-profile": profiles,
-    "reuse-quality": quality,
-    "reuse-times": times,
-    "reuse-transfer": transfer,
-    "reuse-stream": stream,
-    "reuse-choice": choice,
-    "reuse-memory": memory,
-}
+    return "pair, model | one model, MiB | inputs kept, MiB | 2 models | 3 | 4 | 8", lines

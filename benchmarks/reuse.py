@@ -24,6 +24,7 @@ from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Message
 from choreograph.lab.evaluation.report import format_estimate
 from choreograph.lab.evaluation.run_dir import RunDirectory
 from choreograph.lab.evaluation.statistics import difference, mean, ratio
+from choreograph.lab.profiling.profile_report import SCORE_LABELS, estimate_loss
 from choreograph.lab.profiling.profiler import (
     METRICS,
     PairContext,
@@ -37,7 +38,6 @@ from choreograph.lab.profiling.profiler import (
     with_timings,
 )
 from choreograph.layer_reuse import LatencyAwareSelector, ParetoPoint, Profile
-from choreograph.layer_reuse.profile import SCORE_LABELS
 from choreograph.layer_reuse.remote import RemoteSender
 
 from .common import (
@@ -223,9 +223,9 @@ def profiles(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         "metric": run.metric,
         "inputs": {name: len(one.inputs) for name, one in result.items()},
         "own": own,
-        "reused": {name: asdict(one.loss(one.full_reuse_scores)) for name, one in result.items()},
+        "reused": {name: asdict(estimate_loss(one, one.full_reuse_scores)) for name, one in result.items()},
         "critical": {name: one.critical() for name, one in result.items()},
-        "sensitivity": [asdict(ours.loss(values)) for values in ours.per_layer],
+        "sensitivity": [asdict(estimate_loss(ours, values)) for values in ours.per_layer],
         "critical by": "a tenth of the receiver's F1",
         "own F1": {name: mean(one.receiver_f1).value for name, one in result.items()},
         "sensitivity in F1": [asdict(difference(ours.receiver_f1, values)) for values in ours.per_layer_f1],
@@ -268,7 +268,7 @@ def select_pattern(pair: str, run: Run) -> LayerPattern:
     if run.max_layer_fraction is not None:
         affordable = [c for c in result.ranges if len(c.pattern.layers) <= run.max_layer_fraction * result.layers]
         return max(affordable, key=lambda c: float(np.mean(c.values))).pattern
-    limit = 0.05 * max(0.0, result.loss(result.full_reuse_scores).value)
+    limit = 0.05 * max(0.0, estimate_loss(result, result.full_reuse_scores).value)
     enough = (p.pattern for p in result.points() if 4 * len(p.pattern.layers) >= result.layers and p.loss <= limit)
     return next(enough, LayerPattern.from_triplet(0, 0, result.layers))
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from choreograph import Engine, LayerPattern
 from choreograph.errors import ConfigError
+from choreograph.lab.profiling.profile_report import SCORE_LABELS
 from choreograph.lab.profiling.profiler import (
     PairContext,
     ProfileConfig,
@@ -15,7 +16,6 @@ from choreograph.lab.profiling.profiler import (
     group_by_context,
 )
 from choreograph.layer_reuse import ParetoPoint, PatternScores, Profile
-from choreograph.layer_reuse.profile import SCORE_LABELS
 from choreograph.outputs import BASE_MODEL
 
 from . import plots

@@ -15,10 +15,10 @@ from choreograph import Engine
 from choreograph.api.chat import Turn
 from choreograph.lab.evaluation.datasets import records
 from choreograph.lab.profiling.profiler import ProfileConfig, QAExample, load_qa_examples, parse_qa_example
+from choreograph.lab.replay.packed_forward import forward, pack
+from choreograph.lab.replay.traced_calls import TracedCall
 from choreograph.lab.training import TrainConfig, TrainingExample, train
 from choreograph.lab.training.losses import log_likelihood, mean_loss
-from choreograph.lab.training.packed_forward import forward, pack
-from choreograph.lab.training.trace import TracedCall
 from choreograph.models.hf_model import HFModel
 
 from .common import has_fast_bfloat16, keep_supporting

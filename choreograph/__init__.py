@@ -8,16 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .api.call import CallOptions, DecodeOptions, SessionOptions
     from .api.chat import Turn
     from .api.engine import Engine
     from .api.message import Message
     from .api.session import Session
     from .config import CacheConfig, EngineConfig, SchedulerConfig
+    from .context.feature import ContextFeature
     from .errors import ChoreographError
     from .features.budget import Budget
     from .features.explain import Explanation
     from .features.repair.options import Repair
     from .layer_pattern import LayerPattern
+    from .messages.kv_export import KVSnapshot
     from .outputs import Timing, TokenLogprob, Usage
     from .remote.remote_session import connect
     from .sampling_params import SamplingParams
@@ -27,16 +30,21 @@ from .version import __version__ as __version__
 __all__ = [
     "Budget",
     "CacheConfig",
+    "CallOptions",
     "ChoreographError",
+    "ContextFeature",
+    "DecodeOptions",
     "Engine",
     "EngineConfig",
     "Explanation",
+    "KVSnapshot",
     "LayerPattern",
     "Message",
     "Repair",
     "SamplingParams",
     "SchedulerConfig",
     "Session",
+    "SessionOptions",
     "Timing",
     "TokenLogprob",
     "Turn",
@@ -48,16 +56,21 @@ __all__ = [
 _MODULES = {
     "Budget": "features.budget",
     "CacheConfig": "config",
+    "CallOptions": "api.call",
     "ChoreographError": "errors",
+    "ContextFeature": "context.feature",
+    "DecodeOptions": "api.call",
     "Engine": "api.engine",
     "EngineConfig": "config",
     "Explanation": "features.explain",
+    "KVSnapshot": "messages.kv_export",
     "LayerPattern": "layer_pattern",
     "Message": "api.message",
     "Repair": "features.repair.options",
     "SamplingParams": "sampling_params",
     "SchedulerConfig": "config",
     "Session": "api.session",
+    "SessionOptions": "api.call",
     "Timing": "outputs",
     "TokenLogprob": "outputs",
     "Turn": "api.chat",

@@ -82,7 +82,8 @@ def parse_capacity(size: int | str, bytes_per_token: int) -> int:
 def validated(error: type[Exception] = ConfigError) -> Callable[[type], Any]:
     """Make a class a frozen pydantic dataclass.
 
-    Invalid or unknown options raise `error` with name and value.
+    Invalid or unknown options raise `error` with name and value. A docstring below a field describes it where users
+    set it; `choreograph serve` has an option for each such field.
     """
 
     def decorate(cls: type) -> Any:
@@ -156,12 +157,16 @@ def _check_ascending(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class CacheConfig:
     """Size of the KV cache, its lower tiers and its eviction policy."""
 
-    capacity: CacheSize | None = None  # device tokens or bytes ("4GiB"); None: from the model limit and free memory
+    capacity: CacheSize | None = None
+    """KV cache: tokens, or a size like 4GiB; by default from the model's limit and the free memory."""
     page_size: PositiveInt = 16  # tokens per page, the unit of allocation
-    # ranks entries that no running request or pin uses: a name, or a function like those in `kv_cache/eviction.py`
     eviction: Annotated[EvictionPolicyName | Callable[[Iterable[Any]], Any], BeforeValidator(_check_eviction)] = "lru"
-    host_capacity: CacheSize | None = None  # host tier, tokens or bytes ("4GiB"); None: no host tier
-    disk_capacity: CacheSize | None = None  # disk tier, tokens or bytes ("4GiB"); None: no disk tier
+    """Eviction policy: ranks entries that no running request or pin uses; in Python also a function like those in
+    `kv_cache/eviction.py`."""
+    host_capacity: CacheSize | None = None
+    """Host tier: tokens, or a size; by default there is none."""
+    disk_capacity: CacheSize | None = None
+    """Disk tier: tokens, or a size; by default there is none."""
     # directory of the disk tier; None: the temporary directory
     disk_dir: Annotated[Any, AfterValidator(_check_disk_dir)] | None = None
     poison_freed_pages: StrictBool = False  # fill freed pages with NaN, so that tests detect reads of freed memory
@@ -230,12 +235,15 @@ class EngineConfig:
         default_factory=SchedulerConfig
     )
     backend: BackendName = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
-    compile: StrictBool = False  # run steps through torch.compile, on a GPU small ones as CUDA graphs
+    compile: StrictBool = False
+    """Run steps through torch.compile, on a GPU small ones as CUDA graphs; compiling takes minutes."""
     # batch sizes in tokens to compile; None: graphs for all sizes, on a GPU for 2 to 256 tokens
     compile_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=True), AfterValidator(_check_ascending)] | None = (
         None
     )
-    # speculative decoding: tokens drafted at most for a request in a step, from text that it reads; 0: none
     draft_tokens: NonNegativeInt = 0
-    quantization: Quantization | None = None  # of weights; int8 needs torchao
-    max_model_len: PositiveInt | None = None  # logical positions to use; None: the limit of the model
+    """Speculative decoding: most tokens to draft in a step from text that a request reads."""
+    quantization: Quantization | None = None
+    """Format of the weights; int8 needs torchao (extra `int8`)."""
+    max_model_len: PositiveInt | None = None
+    """Positions to use at most; by default the limit of the model."""

@@ -13,9 +13,12 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, MissingDependencyError, ModelError, RequestFailedError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -154,8 +157,9 @@ def atomic_write(file: Path, write: Callable[[Path], object]) -> None:
         write(part)
         os.replace(part, file)
     except OSError as exc:
-        part.unlink(missing_ok=True)
-        raise ConfigError(f"{file}: cannot be written ({exc.strerror or exc})") from None
+        raise ConfigError(f"{file}: cannot be written ({exc.strerror or exc}): use another path") from None
+    finally:
+        part.unlink(missing_ok=True)  # after a failure
 
 
 def atomic_write_text(file: Path, text: str) -> None:
@@ -175,6 +179,14 @@ def ensure_writable(file: Path | None) -> None:
     ensure_dir(file.parent)
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(f"{file}: is not writable: use another path")
+
+
+def describe_validation_error(exc: "ValidationError") -> str:
+    """Return pydantic's first error as one line: option, value and rule."""
+    error = exc.errors()[0]
+    message = error["msg"].removeprefix("Value error, ")
+    name = ".".join(map(str, error["loc"]))
+    return f"{name}={str(error['input'])[:60]}: {message}" if name else message
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> list[Exception]:
@@ -291,11 +303,6 @@ class DeferSigintLock:
 
     __enter__ = acquire
     __exit__ = release
-
-    @property
-    def is_held(self) -> bool:
-        """True if any thread holds the lock."""
-        return self._depth > 0
 
     def sleep(self, seconds: float) -> None:
         """Release the lock for some seconds, for other threads and SIGINT."""

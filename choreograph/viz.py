@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # each picture needs its own package only
     from .prompt_cache.layout import Layout
 
 Point = tuple[float, float]
-ErrorBar = tuple[float, float, float]  # value, low, high
 
 STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 STYLE |= {"svg.hashsalt": "choreograph", "svg.fonttype": "none", "text.parse_math": False}  # equal data, equal file
@@ -42,13 +41,20 @@ def saved_figure(path: Path, width: float, height: float, layout: Any = "constra
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
 
 
+@contextmanager
+def panel_grid(path: Path, count: int, width: float, height: float, max_columns: int = 3) -> Iterator[Any]:
+    """Yield the axes of a grid of panels (size of one in inches); those beyond `count` are hidden."""
+    columns = min(max_columns, count)
+    rows = -(-count // columns)
+    with saved_figure(path, width * columns, height * rows, nrows=rows, ncols=columns, squeeze=False) as axes:
+        for panel in axes.flat[count:]:
+            panel.set_axis_off()
+        yield axes
+
+
 def speedup_over_tokens(series: Mapping[str, Sequence[Point]], path: Path) -> None:
     """Plot speedups over generated tokens by workflow (Prompt Choreography, Figure 7)."""
-    columns = min(3, len(series))
-    rows = -(-len(series) // columns)
-    with saved_figure(path, 3.0 * columns, 2.8 * rows, nrows=rows, ncols=columns, squeeze=False) as axes:
-        for panel in axes.flat[len(series) :]:
-            panel.set_visible(False)
+    with panel_grid(path, len(series), 3.0, 2.8) as axes:
         for panel, (label, points) in zip(axes.flat, series.items(), strict=False):
             panel.scatter([x for x, _ in points], [y for _, y in points], s=12)
             panel.axhline(1, color="grey", linewidth=0.8, linestyle=":")

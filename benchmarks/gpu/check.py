@@ -13,7 +13,7 @@ import torch
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention.backend import ForwardContext
-from choreograph.lab.training.dry_run import DryRunModel
+from choreograph.lab.replay.dry_run import DryRunModel
 from choreograph.models.compilation.cuda_graph import CudaGraphForward
 
 from ..common import Row, greedy, last_result, median_row, random_tokens, row_from_record, seconds, write

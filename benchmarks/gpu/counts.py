@@ -14,7 +14,7 @@ from choreograph.attention.backend import ForwardContext
 from choreograph.attention.metadata import AttentionMetadata, AttentionSpec
 from choreograph.attention.rope import Rope
 from choreograph.events import Event
-from choreograph.lab.training.dry_run import DryRunModel
+from choreograph.lab.replay.dry_run import DryRunModel
 from choreograph.lab.workflows import WorkflowRun, conditions_of, find
 from choreograph.lab.workflows.run import Transcript, parallel_groups
 from choreograph.models.info import ModelInfo

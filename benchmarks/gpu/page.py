@@ -1,17 +1,16 @@
 """Write the GPU tables of `benchmarks/results/gpu.md` and `docs/performance.md` from the JSON results."""
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ..common import RESULTS, last_result, row_from_record
-from ..results_page import DETAILS, format_provenance, markdown
+from ..tables import fill_marks, format_provenance, markdown
 from . import table
 from .lines import PARTS
 from .predictions import PRESETS
 
-PAGES = (DETAILS / "gpu.md", Path(__file__).parents[2] / "docs" / "performance.md")
+PAGES = (Path(__file__).parents[1] / "results" / "gpu.md", Path(__file__).parents[2] / "docs" / "performance.md")
 SUMMARY_MEASURES = (  # rows of docs/performance.md
     "decode step, batch 1",
     "decode step, batch 1: share of the limit",
@@ -35,7 +34,6 @@ SUMMARY_MEASURES = (  # rows of docs/performance.md
     "parallel debate: end to end",
     "Tree of Thoughts, large: end to end",
 )
-MARK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 def save_predictions(name: str, predictions: Mapping[str, Mapping[str, float]]) -> None:
@@ -57,15 +55,14 @@ def fill() -> None:
 def fill_tables(text: str) -> str:
     known = json.loads((RESULTS / "gpu_predictions.json").read_text())
 
-    def table_of(match: re.Match[str]) -> str:
-        name, _, other = match["name"].partition("_")
+    def render(mark: str) -> str:
+        name, _, other = mark.partition("_")
         if other == "summary":
-            return f"{match[1]}{_table(name, known[name], SUMMARY_MEASURES)}\n{match[3]}"
+            return _table(name, known[name], SUMMARY_MEASURES)
         apart = {"check": _check, "binaries": _binaries}.get(name)
-        made = apart() if apart else _alternatives_table(known[name]) if other else _table(name, known[name])
-        return f"{match[1]}{made}\n{match[3]}"
+        return apart() if apart else _alternatives_table(known[name]) if other else _table(name, known[name])
 
-    return MARK.sub(table_of, text)
+    return fill_marks(text, render)
 
 
 def _check() -> str:
@@ -82,7 +79,7 @@ def _check() -> str:
         for apart in (True, False)
     }
     told = ", ".join(f"{r.value:.2f} {r.unit} with {r.measure.partition(', ')[2]}" for r in rows if not r.predicted)
-    table = markdown(("measure", "measured", "predicted"), lines)
+    table = markdown("measure | measured | predicted", lines)
     return (
         f"{table}\n\n`python -m benchmarks.gpu --check`, {places[True]}; {result['model']}. "
         f"What Python takes of a decode step, over graphs that compute nothing: {told}. "
@@ -104,7 +101,7 @@ def _binaries() -> str:
         hopper = [one for one in some if one["arch"] == 90]
         cells = [f"{one['registers']} / {one['spilled']} / {one['programs']}" for one in (hopper[0], hopper[-1])]
         lines.append((*name, *cells, *map(str, worst)))
-    head = ("shape", "type", "sm_90, decode", "sm_90, most rows", "most spilled", "most shared, KiB")
+    head = "shape | type | sm_90, decode | sm_90, most rows | most spilled | most shared, KiB"
     archs = ", ".join(f"sm_{arch}" for arch in sorted({one["arch"] for one in result["found"]}))
     made = f"commit {result['commit']}, {result['date']}, Triton {result['triton']}"
     return f"{markdown(head, lines)}\n\nCompiled for {archs}: `python -m benchmarks.gpu --binaries`, {made}."
@@ -114,7 +111,7 @@ def _alternatives_table(predictions: Mapping[str, Mapping[str, float]]) -> str:
     """What depends on what is assumed."""
     (_, first), *others = predictions.items()
     moving = [name for name in first if any(abs(one[name] / first[name] - 1) > 0.02 for _, one in others)]
-    lines = [(name, *(f"{one[name]:.3g}" for one in predictions.values())) for name in moving]
+    lines = ((name, *(f"{one[name]:.3g}" for one in predictions.values())) for name in moving)
     return markdown(("measure", *predictions), lines)
 
 

@@ -1,4 +1,8 @@
-"""Agent workflows: eviction and prefetch by predicted agent execution (KVFlow)."""
+"""Agent workflows: eviction and prefetch by predicted agent execution (KVFlow).
+
+`Workflow` tracks the agents of a session, whatever program runs them. The papers' programs are in
+`choreograph.lab.workflows`, which is something else.
+"""
 
 from .step_graph import Progress, StepGraph, TransitionStats
 from .tracker import Agent, Workflow

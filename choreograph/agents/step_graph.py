@@ -252,17 +252,15 @@ class StepGraph:
         return steps
 
     def _is_satisfied(self, agent: str, predecessor: str, progress: Progress) -> bool:
-        """Return whether `predecessor` runs, or ended after `agent` last started.
+        """Return whether a dependency is satisfied, as `Progress.is_satisfied`.
 
         If only one dependent of `predecessor` may run and another one has started since, `agent` waits
         for the next execution of `predecessor`.
         """
-        if predecessor in progress.running:
-            return True
-        ended = progress.ended.get(predecessor, 0)
-        if ended <= progress.started.get(agent, 0) or predecessor not in self.exclusive_branches:
-            return ended > progress.started.get(agent, 0)
-        siblings = self._dependents[predecessor]
+        is_satisfied = progress.is_satisfied(agent, predecessor)
+        if not is_satisfied or predecessor in progress.running or predecessor not in self.exclusive_branches:
+            return is_satisfied
+        ended, siblings = progress.ended[predecessor], self._dependents[predecessor]
         return not any(progress.started.get(sibling, 0) > ended for sibling in siblings if sibling != agent)
 
 
@@ -362,9 +360,9 @@ class TransitionStats:
         0 for running agents, infinite for agents that cannot be reached from those that run or ran
         last.
         """
-        sources = set(progress.running) or ({progress.last_started} if progress.last_started else set())
+        recent = set(progress.running) or ({progress.last_started} if progress.last_started else set())
         names = list(self.counts)
-        rows = [names.index(source) for source in sources if source in self.counts]
+        rows = [names.index(agent) for agent in recent if agent in self.counts]
         times = self.hitting_times()[rows].min(axis=0, initial=UNREACHABLE).tolist() if names else []
         return {agent: 0.0 if agent in progress.running else value for agent, value in zip(names, times, strict=True)}
 

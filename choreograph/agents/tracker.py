@@ -263,19 +263,15 @@ class Workflow:
         """Steps to the next execution of every agent."""
         if self._client_steps is not None:
             return self._client_steps | {turn.agent: 0.0 for turn in self._turns}
-        source = self._graph or self.learned
-        version = source, self.learned.num_observed, self.progress.now
+        predictor = self._graph or self.learned
+        version = predictor, self.learned.num_observed, self.progress.now
         if self._cached_steps[0] != version:
-            self._cached_steps = version, source.steps(self.progress)
+            self._cached_steps = version, predictor.steps(self.progress)
         steps = dict(self._cached_steps[1])
         if not self.progress.running:  # an open turn runs next
             for turn in self._turns:
                 steps[turn.agent] = min(1.0, steps.get(turn.agent, UNREACHABLE))
         return steps
-
-    def fixed_prefix_hashes(self, agent: str) -> list[bytes]:
-        """Hashes of an agent's fixed messages, or of its prompt's start."""
-        return list(self._fixed[agent].resolve()) if agent in self._fixed else []
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,15 +2,17 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 from ..errors import InvalidRequestError
-from ..features.budget import Budget
-from ..features.guard import OnLeak
-from ..features.repair.options import Repair
 from ..outputs import KVReuse
 from ..sampling_params import SamplingParams
 from .chat import ChatTurns, Turn
+
+if TYPE_CHECKING:  # not for clients of a server, which do without torch
+    from ..features.budget import Budget
+    from ..features.guard import OnLeak
+    from ..features.repair.options import Repair
 
 Offsets = Sequence[int | None] | None
 PromptInput = str | Sequence[int] | Turn
@@ -27,7 +29,7 @@ class FeatureOptions(TypedDict, total=False):
     session; "partial" does so only in the layers given to `Engine.enable_layer_reuse` and reuses the others; "reuse"
     reuses all layers."""
 
-    repair: float | Repair | None
+    repair: "float | Repair | None"
     """Share of the parents' tokens to compute again in this context, 0 to 1, or a `Repair` (`docs/repair.md`)."""
 
     labels: Iterable[str] | None
@@ -36,7 +38,7 @@ class FeatureOptions(TypedDict, total=False):
     clearance: Iterable[str] | None
     """Labels that the message may attend to; None for all of them."""
 
-    on_leak: OnLeak | None
+    on_leak: "OnLeak | None"
     """"reencode" (the default) encodes parents that saw other labels again, "error" refuses them."""
 
 
@@ -53,7 +55,7 @@ class CallOptions(FeatureOptions, total=False):
 class SessionOptions(FeatureOptions, total=False):
     """Options of `Engine.session` that features read."""
 
-    max_kl: float | Budget | None
+    max_kl: "float | Budget | None"
     """In place of `repair`: divergence from prefix mode to stay within, in nats a token; a `Budget` learns which calls
     may reuse, a number alone computes every context."""
 
@@ -82,8 +84,8 @@ SAMPLING_FIELDS = tuple(parameter.name for parameter in fields(SamplingParams))
 
 # names of the options that the library itself has
 OPTION_NAMES: Mapping[CallKind, tuple[str, ...]] = {
-    "prefill": tuple(get_type_hints(CallOptions)),
-    "decode": (*get_type_hints(DecodeOptions), *SAMPLING_FIELDS),
+    "prefill": tuple(CallOptions.__annotations__),
+    "decode": (*DecodeOptions.__annotations__, *SAMPLING_FIELDS),
 }
 
 
@@ -201,12 +203,12 @@ def _calls_of_batch(call: Call, names: Collection[str]) -> list[Call]:
     first, calls = PROMPT_NAMES[call.kind], []
     for request in call.prompt:
         options = dict(request)
-        if first not in options:
-            _check_names(call.kind, options, names)
-            raise InvalidRequestError(f"{options!r}: a request needs {first!r}")
         placement = options.pop("parents", ()), options.pop("offsets", None), options.pop("new_offset", None)
-        calls.append(Call(call.kind, options.pop(first), *placement, options))
+        prompt = options.pop(first, None)
         _check_names(call.kind, options, names)
+        if prompt is None:
+            raise InvalidRequestError(f"{request!r}: a request needs {first!r}")
+        calls.append(Call(call.kind, prompt, *placement, options))
     return calls
 
 

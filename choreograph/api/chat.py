@@ -7,15 +7,14 @@ an earlier one, and a turn to be generated as the last.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
-import jinja2
-
 from ..errors import ConfigError, InvalidTokensError
-from ..models.template_sandbox import TemplateLimitError, render_chat
+from ..models.template_sandbox import ChatRejectedError, RenderedChat, TemplateLimitError, render_messages
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -80,6 +79,30 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._cache: dict[Any, Any] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """Render a conversation, see `render_messages`; without a template, as lines `Role: text`."""
+        if self.has_template:
+            return render_messages(
+                self.tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+            )
+        lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
+        ends = accumulate(map(len, lines), initial=len(self._bos))
+        return RenderedChat(
+            self._bos + "".join(lines) + ("Assistant:" if add_generation_prompt else ""), tuple(enumerate(ends))
+        )
+
+    @property
+    def _bos(self) -> str:
+        """Text before a conversation without a template."""
+        return (getattr(self.tokenizer, "bos_token", None) or "") if self.bos_ids else ""
 
     def encode(self, turn: Turn, *, opening: bool, after_system: bool = False) -> list[int]:
         """Tokenize a complete turn: header, text and footer.
@@ -210,7 +233,8 @@ class ChatTemplate:
         if turn.role not in ROLES:
             raise ConfigError(f"role={turn.role!r}: use one of {ROLES}")
         if not self.has_template:
-            return self._render_without_template(turn, opening)
+            text = self.render([{"role": turn.role, "content": turn.text}]).text
+            return text if opening else text.removeprefix(self._bos)
         if turn.role == "system" and self._folds_system_turn:
             if after_system:
                 return f"{turn.text}\n\n"
@@ -341,15 +365,11 @@ class ChatTemplate:
     def _apply_template(self, turns: list[Turn], add_generation_prompt: bool) -> str | None:
         messages = [{"role": t.role, "content": t.text} for t in turns]
         try:
-            return render_chat(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+            return self.render(messages, add_generation_prompt=add_generation_prompt).text
         except TemplateLimitError as exc:
             raise ConfigError(f"{exc}: use another template") from None
-        except (jinja2.TemplateError, TypeError, ValueError):  # the template rejects the turns
+        except ChatRejectedError:
             return None
-
-    def _render_without_template(self, turn: Turn, opening: bool) -> str:
-        front = getattr(self.tokenizer, "bos_token", None) or "" if opening and self.bos_ids else ""
-        return f"{front}{turn.role.capitalize()}: {turn.text}\n"
 
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # a byte of a character without a token (sentencepiece byte fallback)

@@ -1,129 +1,129 @@
-"""`choreograph serve`: the OpenAI-compatible server."""
+"""`choreograph serve`: the OpenAI-compatible server.
 
+Its options are the fields of the config classes that have a docstring, and what is neither of server nor engine.
+"""
+
+import ast
+import dataclasses
+import inspect
 import os
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from annotated_types import Ge, Le
+from pydantic.fields import FieldInfo
 
+from ..cluster.cluster_config import ClusterConfig
+from ..config import CacheConfig, EngineConfig, SchedulerConfig
 from ..errors import ConfigError
+from ..server.server_config import ServerConfig, read_api_keys, take_engine, take_options
 from ..utils import importing_torch, require
 from . import common
 
-KeyOption = Annotated[list[str] | None, typer.Option("--api-key", help="A key that clients may use; each is a tenant.")]
-KeyFileOption = Annotated[Path | None, typer.Option(help="A file of API keys, one a line.")]
-ConfigOption = Annotated[Path | None, typer.Option(help="A YAML file of these options; options given here win.")]
-ReuseOption = Annotated[str | None, typer.Option(help="Reuse of requests that choose none: exact, messages, auto.")]
-AdaptersOption = Annotated[
-    list[str] | None, typer.Option("--adapter", help="A LoRA adapter to serve as a model, as name=folder.")
-]
-SiblingsOption = Annotated[
-    list[str] | None, typer.Option("--sibling", help="A model of the same family to serve, as name=folder.")
-]
-LayerReuseOption = Annotated[
-    list[str] | None,
-    typer.Option("--layer-reuse", help="Layers that a model computes of the base's messages, as name=head,start,end."),
-]
+# further tabs of the dashboard by title, see `TabFactory`; `choreograph.__main__` adds the playground
+DASHBOARD_TABS: dict[str, Any] = {}
 
-DEFAULTS: dict[str, Any] = {
-    "model": common.DEFAULT_MODEL,
-    "host": "127.0.0.1",
-    "port": 8000,
-    "dtype": "auto",
-    "device": "cpu",
-    "compile": False,
-    "draft_tokens": 0,
-}
+CONFIG_CLASSES = (ServerConfig, EngineConfig, CacheConfig, SchedulerConfig, ClusterConfig)
 
 PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # variables of oneDNN and of PyTorch
 PRIMITIVE_CACHE_CAPACITY = 128  # compiled matrix products
 
-CLUSTER_OPTIONS = ("replicas", "max_replicas", "router", "transfer", "ray_address")
 
-ENGINE_OPTIONS = ("capacity", "host_capacity", "disk_capacity", "eviction")  # of CacheConfig
+def _descriptions(config_class: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a class."""
+    (tree,) = ast.parse(inspect.getsource(config_class)).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        ast.unparse(field.target): str(text.value.value)
+        for field, text in pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def _parameter(field: "dataclasses.Field[Any]", annotation: Any, description: str) -> inspect.Parameter:
+    """Return the parameter of `serve` for a field of a config class.
+
+    A field of several values is an option that may be repeated, with a name in the singular.
+    """
+    name, settings, decls = field.name, dict[str, Any](), list[str]()
+    kind = _read_type(annotation, settings)
+    settings["help"] = " ".join(description.split()) + settings.pop("choices", "")
+    if kind == list[str]:
+        name = name.removesuffix("s")
+        decls = [f"--{name.replace('_', '-')}"]
+    elif field.default not in (None, False) and "by default" not in description:
+        settings["help"] += f" (default: {field.default})"
+    option: Any = Annotated[kind | None, typer.Option(*decls, **settings)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+
+
+def _read_type(annotation: Any, settings: dict[str, Any]) -> Any:
+    """Return the type that the command line reads; add choices and bounds to the settings of its option."""
+    arguments = [argument for argument in get_args(annotation) if argument is not NoneType]
+    if get_origin(annotation) is Annotated:
+        kind = _read_type(arguments[0], settings)
+        for item in arguments[1:]:
+            for bound in item.metadata if isinstance(item, FieldInfo) else [item]:
+                settings |= {"min": bound.ge} if isinstance(bound, Ge) else {}
+                settings |= {"max": bound.le} if isinstance(bound, Le) else {}
+        return kind
+    if get_origin(annotation) is Literal:
+        settings["choices"] = f" One of {', '.join(arguments)}."
+        return str
+    if get_origin(annotation) is tuple:
+        return list[str]
+    kind = _read_type(arguments[0], settings) if arguments else annotation
+    return str if len(arguments) > 1 else kind  # a text may be any of several types
+
+
+def _config_parameters() -> dict[str, inspect.Parameter]:
+    """Return the parameters of `serve` by the fields that they set."""
+    result = {}
+    for config_class in CONFIG_CLASSES:
+        hints, descriptions = get_type_hints(config_class, include_extras=True), _descriptions(config_class)
+        for field in dataclasses.fields(config_class):
+            if field.name in descriptions:
+                result[field.name] = _parameter(field, hints[field.name], descriptions[field.name])
+    return result
+
+
+CONFIG_PARAMETERS = _config_parameters()
 
 
 def serve(
     model: Annotated[str | None, typer.Argument(help="A name, a Hub id, a model folder or a .gguf file.")] = None,
-    config: ConfigOption = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.  [default: 8000]")] = None,
-    api_key: KeyOption = None,
-    api_key_file: KeyFileOption = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None,
-    adapter: AdaptersOption = None,
-    sibling: SiblingsOption = None,
-    layer_reuse: LayerReuseOption = None,
-    reuse: ReuseOption = None,
-    max_kl: Annotated[
-        float | None, typer.Option(min=0, help="Divergence of requests that give none, in nats a token.")
+    *,
+    config: Annotated[Path | None, typer.Option(help="A YAML file of these options; options given here win.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. (default: 127.0.0.1)")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on. (default: 8000)")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file of API keys, one a line.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option("--adapter", help="A LoRA adapter to serve as a model, as name=folder.")
     ] = None,
-    shadow_calls: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share of calls with such a limit to measure.  [default: 0]")
+    sibling: Annotated[
+        list[str] | None, typer.Option("--sibling", help="A model of the same family to serve, as name=folder.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="The type to compute in.  [default: auto]")] = None,
-    device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda.  [default: cpu]")] = None,
-    compile: Annotated[
-        bool | None, typer.Option("--compile", help="Compile steps before the first request; takes minutes.")
+    layer_reuse: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layer-reuse", help="Layers that a model computes of the base's messages, as name=head,start,end."
+        ),
     ] = None,
-    quantization: Annotated[str | None, typer.Option(help="Weights in int4, or in int8 (extra `int8`).")] = None,
-    draft_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens to draft a step from text that a decode reads.  [default: 0]")
-    ] = None,
-    capacity: Annotated[str | None, typer.Option(help="KV cache: tokens, or a size like 4GiB.")] = None,
-    host_capacity: Annotated[str | None, typer.Option(help="Host tier: tokens, or a size.")] = None,
-    disk_capacity: Annotated[str | None, typer.Option(help="Disk tier: tokens, or a size.")] = None,
-    eviction: Annotated[str | None, typer.Option(help="Eviction policy: lru, lfu, fifo, workflow.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Positions to use at most.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Length of answers whose request gives none.")] = None,
-    max_requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests at once; more are answered with 429.")
-    ] = None,
-    max_sessions: Annotated[int | None, typer.Option(min=1, help="Open sessions of choreograph.connect.")] = None,
-    max_schemas: Annotated[int | None, typer.Option(min=1, help="Prompt Cache schemas to keep.")] = None,
-    max_workflows: Annotated[int | None, typer.Option(min=1, help="Workflows with step graphs to keep.")] = None,
-    max_stored_responses: Annotated[int | None, typer.Option(min=0, help="Responses to keep.")] = None,
-    max_stored_bytes: Annotated[int | None, typer.Option(min=0, help="Bytes of these responses.")] = None,
-    max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Largest body of a request.")] = None,
-    max_workflow_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of stored messages to keep.")] = None,
-    max_prefill_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of prompts in a step that also decodes.  [default: 192 on a CPU]")
-    ] = None,
-    request_timeout: Annotated[float | None, typer.Option(help="Seconds until a request is cancelled.")] = None,
-    drain_timeout: Annotated[int | None, typer.Option(help="Seconds for running requests after SIGTERM.")] = None,
-    replica_timeout: Annotated[
-        float | None, typer.Option(help="Seconds without an answer of any replica until requests get 503.")
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="An origin that browsers may call from; * is all.")
-    ] = None,
-    tool_parser: Annotated[str | None, typer.Option(help="Form of tool calls: auto, hermes, llama3_json.")] = None,
-    dashboard: Annotated[
-        bool | None, typer.Option(help="Serve a page of the server's state at /dashboard (extra `dashboard`).")
-    ] = None,
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(help="Export OpenTelemetry spans there, as http://localhost:4318/v1/traces.")
-    ] = None,
-    thinks: Annotated[bool | None, typer.Option(help="The model reasons in <think> tags.")] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Serve with this many engines on Ray.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(min=1, help="Add replicas under load, up to this many.")] = None,
-    router: Annotated[
-        str | None, typer.Option(help="Routing to replicas: message, prefix, power-of-two, round-robin, session.")
-    ] = None,
-    transfer: Annotated[
-        str | None, typer.Option(help="Messages from other replicas: auto (if faster than computing), always, never.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="The type to compute in. (default: auto)")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda. (default: cpu)")] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="A running Ray, as auto.  [default: start a local one]")
+        str | None, typer.Option(help="A running Ray, as auto. (default: start a local one)")
     ] = None,
     log_level: Annotated[str, typer.Option(help="Level of the log: debug, info, warning, error.")] = "info",
+    **config_options: Any,
 ) -> None:
     """Serve models over HTTP as OpenAI does, with reuse of messages."""
-    given = {
-        name: value for name, value in locals().items() if value is not None and name not in ("config", "log_level")
-    }
-    options = DEFAULTS | (_read_config(config, _option_names()) if config is not None else {}) | given
+    given = locals() | config_options
+    given = {name: given[name] for name in _option_names() if given.get(name) is not None}
+    options = (_read_config(config, _option_names()) if config is not None else {}) | given
     for module in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
         require(module, "serve")
     if options.get("dashboard"):
@@ -131,17 +131,19 @@ def serve(
     with importing_torch():
         from ..server.app import create_app
         from ..server.engine_thread import load_engine
-        from ..server.server_config import ServerConfig
 
-    keys = tuple(options.pop("api_key", None) or ())
+    options = {
+        field: options.pop(item.name) for field, item in CONFIG_PARAMETERS.items() if item.name in options
+    } | options
+    options |= {name: tuple(options[name]) for name in ("api_keys", "cors_origins") if name in options}
     if (file := options.pop("api_key_file", None)) is not None:
-        keys += _read_keys(Path(file))
+        options["api_keys"] = (*options.get("api_keys", ()), *read_api_keys(Path(file)))
     limit_primitive_cache()
-    address = {name: options.pop(name) for name in ("host", "port")}
-    cluster = {name: options.pop(name) for name in CLUSTER_OPTIONS if name in options}
+    address = {"host": options.pop("host", "127.0.0.1"), "port": options.pop("port", 8000)}
+    cluster = take_options(ClusterConfig, options)
+    cluster |= {name: options.pop(name) for name in ("ray_address",) if name in options}
     open_engine = _engine_opener(options)
-    options["cors_origins"] = tuple(options.pop("cors_origin", None) or ())
-    server_config = ServerConfig(api_keys=keys, **options)
+    server_config = ServerConfig(**options)
     if "replicas" in cluster:
         if server_config.dashboard:
             raise ConfigError("dashboard=True: it shows a single engine: leave it out with --replicas")
@@ -151,12 +153,16 @@ def serve(
         raise ConfigError(f"{next(iter(cluster))}: give --replicas too")
     uvicorn: Any = require("uvicorn", "serve")
     uvicorn.run(
-        create_app(load_engine(open_engine), server_config),
+        create_app(load_engine(open_engine), server_config, dashboard_tabs=DASHBOARD_TABS),
         **address,
         log_level=log_level,
         timeout_graceful_shutdown=server_config.drain_timeout,
         server_header=False,
     )
+
+
+_OWN_PARAMETERS = list(inspect.signature(serve).parameters.values())[:-1]
+serve.__signature__ = inspect.Signature([*_OWN_PARAMETERS, *CONFIG_PARAMETERS.values()])  # type: ignore[attr-defined]
 
 
 def limit_primitive_cache() -> None:
@@ -171,8 +177,6 @@ def limit_primitive_cache() -> None:
 
 
 def _option_names() -> set[str]:
-    import inspect
-
     return set(inspect.signature(serve).parameters) - {"config", "log_level"}
 
 
@@ -192,12 +196,6 @@ def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
     return options
 
 
-def _read_keys(path: Path) -> tuple[str, ...]:
-    from ..server.server_config import read_api_keys
-
-    return read_api_keys(path)
-
-
 def _serve_replicas(open_engine: Any, config: Any, cluster: dict[str, Any], address: dict[str, Any]) -> None:
     """Serve with several engines on Ray."""
     require("ray.serve", "ray")
@@ -210,30 +208,16 @@ def _serve_replicas(open_engine: Any, config: Any, cluster: dict[str, Any], addr
 
 def _engine_opener(options: dict[str, Any]) -> Any:
     """Take the engine's options out of `options`; return what loads the models."""
-    models: dict[str, Any] = {
-        "adapters": common.parse_options(options.pop("adapter", None)),
-        "models": common.parse_options(options.pop("sibling", None)),
-        "layer_reuse": _parse_patterns(options.pop("layer_reuse", None)),
-    }
-    cache = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
+    options |= {name: common.parse_options(options[name]) for name in ("adapter", "sibling") if name in options}
+    if "layer_reuse" in options:
+        options["layer_reuse"] = _parse_patterns(options["layer_reuse"])
     for name in ("capacity", "host_capacity", "disk_capacity"):
-        if str(cache.get(name, "")).isdigit():
-            cache[name] = int(cache[name])
-    model, dtype, device, compile = (options.pop(name) for name in ("model", "dtype", "device", "compile"))
-    if model.lower() != common.DEFAULT_MODEL:
-        common.check_on_hub(model)
-    from ..api.engine import Engine
-    from ..config import CacheConfig, EngineConfig
-
+        if str(options.get(name, "")).isdigit():
+            options[name] = int(options[name])
+    if options.get("model", common.DEFAULT_MODEL).lower() != common.DEFAULT_MODEL:
+        common.check_on_hub(options["model"])
     common.quiet_transformers()
-    config = EngineConfig(
-        cache=CacheConfig(**cache),
-        compile=compile,
-        quantization=options.pop("quantization", None),
-        draft_tokens=options.pop("draft_tokens"),
-        max_model_len=options.pop("max_model_len", None),
-    )
-    return partial(Engine.from_pretrained, model, dtype=dtype, device=device, config=config, **models)
+    return take_engine(options)
 
 
 def _parse_patterns(options: list[str] | None) -> dict[str, list[int]]:

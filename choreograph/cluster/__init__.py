@@ -8,8 +8,8 @@ def build_app(args: Mapping[str, Any]) -> Any:
     """Build the Ray Serve application of a config file.
 
     Args:
-        args: options of `choreograph serve` with underscores, except those of the address, and `replicas`,
-            `max_replicas`, `cpus_per_replica`, `gpus_per_replica`, `threads_per_replica`, `router`.
+        args: `model`, `dtype`, `device`, `adapter`, `sibling`, `layer_reuse`, and fields of `ServerConfig`,
+            `EngineConfig`, `CacheConfig`, `SchedulerConfig` and `ClusterConfig`.
     """
     from .deployment import build_app as build
 

@@ -10,68 +10,30 @@ from functools import partial
 from typing import Any
 
 from ..api.engine import Engine
-from ..config import CacheConfig, EngineConfig, NonNegativeInt, PositiveInt, validated
 from ..errors import ConfigError
-from ..models.loader import DEFAULT_MODEL
-from ..server.server_config import ServerConfig
+from ..server.server_config import ServerConfig, take_engine, take_options
 from ..utils import connect_to_ray, require
-from .routing import TransferMode, create_policy
+from .cluster_config import ClusterConfig
+from .routing import create_policy
 
 APP_NAME = "choreograph"
-
-CACHE_OPTIONS = ("capacity", "host_capacity", "disk_capacity", "eviction")  # of CacheConfig
 
 PRESSURE_LIMIT = 0.8  # share of a cache in use above which a replica is added
 
 ROUTER = "choreograph.cluster.request_router:PolicyRequestRouter"
 
 
-@validated()
-class ClusterConfig:
-    """Number of replicas, and what each of them gets."""
-
-    replicas: PositiveInt = 1  # at the start, and the fewest
-    max_replicas: PositiveInt | None = None  # with autoscaling; None: none
-    cpus_per_replica: PositiveInt = 1
-    gpus_per_replica: NonNegativeInt = 0
-    threads_per_replica: PositiveInt = 1  # of one operation on the CPU
-    target_requests: PositiveInt = 8  # of a replica, running and waiting, that autoscaling keeps
-    router: str = "message"  # policy of `cluster/routing.py`
-    transfer: TransferMode = "auto"  # when a replica fetches messages from others instead of computing them
-
-    def __post_init__(self) -> None:
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ConfigError(f"max_replicas={self.max_replicas}: use at least replicas={self.replicas}")
-
-
 def build_app(args: Mapping[str, Any]) -> Any:
     """Build the application of a config file of Ray Serve."""
     options = {name.replace("-", "_"): value for name, value in args.items()}
-    cluster = {name: options.pop(name) for name in ClusterConfig.__dataclass_fields__ if name in options}
-    cache = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
-    steps = {
-        name: options.pop(name)
-        for name in ("compile", "quantization", "draft_tokens", "max_model_len")
-        if name in options
-    }
-    engine_config = EngineConfig(cache=CacheConfig(**cache), **steps)
-    open_engine = partial(
-        Engine.from_pretrained,
-        options.pop("model", DEFAULT_MODEL),
-        dtype=options.pop("dtype", "auto"),
-        device=options.pop("device", "cpu"),
-        config=engine_config,
-        adapters=options.pop("adapter", None) or {},
-        models=options.pop("sibling", None) or {},
-        layer_reuse=options.pop("layer_reuse", None) or {},
-    )
+    cluster, open_engine = ClusterConfig(**take_options(ClusterConfig, options)), take_engine(options)
     for name in ("api_keys", "cors_origins"):
         if name in options:
             options[name] = tuple(options[name])
-    unknown = options.keys() - ServerConfig.__dataclass_fields__.keys()
-    if unknown:
-        raise ConfigError(f"{sorted(unknown)[0]}: no such option of a replica: remove it")
-    return bind_app(open_engine, ServerConfig(**options), ClusterConfig(**cluster))
+    config = ServerConfig(**take_options(ServerConfig, options))
+    if options:
+        raise ConfigError(f"{min(options)}: no such option of a replica: remove it")
+    return bind_app(open_engine, config, cluster)
 
 
 def bind_app(open_engine: Callable[[], Engine], config: ServerConfig, cluster: ClusterConfig) -> Any:

@@ -19,10 +19,9 @@ from ..outputs import EngineStats
 from ..server.api_errors import ApiError
 from ..server.app import create_service_app
 from ..server.engine_thread import ChoiceUpdate, Generation
-from ..server.resumption import SentAnswer
 from ..server.reuse.answer_plan import Plan
 from ..server.reuse.message_store import may_reuse_layers
-from ..server.running_request import GenerationSpec, RunningRequest
+from ..server.running_request import GenerationSpec, RunningRequest, SentAnswer
 from ..server.server_config import ServerConfig
 from ..server.service import SESSION_HEADERS, InferenceService
 from .content_keys import alternative_keys, answer_keys, prompt_keys, scope_of

@@ -16,17 +16,18 @@ from typing import Any
 from fastapi import Request
 
 from ..errors import LostContextError
-from ..kv_cache.tiers import as_bytes
-from ..messages.kv_export import KVSnapshot, copy_kv, try_copy_kv
+from ..kv_cache.container import Header
+from ..messages.kv_export import KVSnapshot, copy_kv, seal_block, try_copy_kv
 from ..request.request import RequestState
 from ..server.engine_thread import ChoiceUpdate
 from ..server.openai.chat_prompt import Segment
 from ..server.reuse.message_store import StoredMessage, WorkflowKey
 from ..server.running_request import GenerationSpec, RunningRequest
 from ..server.service import InferenceService
+from .cluster_config import TransferMode
 from .content_keys import segment_key
-from .routing import RouteRequest, TransferMode
-from .sent_messages import TIMEOUT, ArrivingMessage, SentGroup, SentInputs, SentLayer, SentMessage
+from .routing import RouteRequest
+from .sent_messages import TIMEOUT, ArrivingMessage, SentGroup, describe
 
 MIN_TOKENS = 64  # of messages that are fetched at once in mode "auto"; fewer are computed sooner than asked for
 
@@ -84,30 +85,36 @@ async def export_messages(service: InferenceService, query: MessageQuery) -> Asy
     if any(snapshot is None for _, snapshot in copies):
         tried = copies
         copies = await service.thread.call(lambda: [(stored, snapshot or copy(stored)) for stored, snapshot in tried])
-    messages = [SentMessage.of(s.content_keys, s.tokens, snapshot) for s, snapshot in copies if snapshot is not None]
-    snapshots = [snapshot for _, snapshot in copies if snapshot is not None]
+    copied = {stored: snapshot for stored, snapshot in copies if snapshot is not None}
+    snapshots = [*copied.values()]
 
-    def group(first: int, end: int) -> SentGroup:
-        layers = []
-        for layer in range(first, end):
-            for number, snapshot in enumerate(snapshots):
-                keys, values = (as_bytes(tensor.contiguous()) for tensor in snapshot.layers[layer])
-                value = messages[number].layer_checksum(layer, keys, values)
-                layers.append(SentLayer(number, layer, keys, values, value))
-        if first:
-            return SentGroup([], [], layers)
-        inputs = []
-        for number, snapshot in enumerate(snapshots):
-            for layer, tensor in snapshot.inputs.items():
-                states = as_bytes(tensor)
-                inputs.append(SentInputs(number, layer, states, messages[number].layer_checksum(layer, states)))
-        return SentGroup(messages, inputs, layers)
+    def build_header() -> Header:
+        dtype = snapshots[0].layers[0][0].dtype if snapshots else None
+        return Header([describe(stored, snapshot) for stored, snapshot in copied.items()], dtype)
 
+    def group(indices: range) -> SentGroup:
+        return SentGroup(b"" if indices.start else header.raw, [seal_block(header, i, snapshots) for i in indices])
+
+    header = await asyncio.to_thread(build_header)
     num_layers = len(snapshots[0].layers) if snapshots else 1
     num_bytes = sum(tensor.nbytes for snapshot in snapshots for layer in snapshot.layers for tensor in layer)
-    size = max(1, query.group_bytes * num_layers // max(1, num_bytes))  # layers
-    for first in range(0, num_layers, size):
-        yield await asyncio.to_thread(group, first, min(first + size, num_layers))
+    size = max(1, query.group_bytes * num_layers // max(1, num_bytes)) * len(snapshots)  # blocks
+    num_inputs = sum(len(snapshot.inputs) for snapshot in snapshots)
+    start, end = 0, min(num_inputs + size, len(header.blocks))  # hidden states come in the first group
+    while True:
+        yield await asyncio.to_thread(group, range(start, end))
+        if end == len(header.blocks):
+            return
+        start, end = end, min(end + size, len(header.blocks))
+
+
+def _verify(group: SentGroup, header: Header | None, origin: str) -> Header:
+    """Verify a group of blocks; return their header, which the first group has."""
+    if header is None:
+        header = Header.parse(group.header, origin, "its messages are computed here")
+    for block in group.blocks:
+        header.verify(block)
+    return header
 
 
 def load_stored(service: InferenceService, spec: GenerationSpec) -> None:
@@ -251,22 +258,23 @@ class MessageFetcher:
         timeout, began = costs.timeout(num_tokens) if self._mode == "auto" else TIMEOUT, now()
         query = MessageQuery(RouteRequest(pinned=source), key, contents, self._group_bytes)
         arriving: list[ArrivingMessage] = []
-
-        def verify(parts: Sequence[SentLayer | SentInputs]) -> None:
-            for part in parts:
-                arriving[part.message].verify(part)
-
+        header: Header | None = None
         try:
             async with asyncio.timeout(timeout) as deadline, aclosing(self._transport(source, query)) as groups:
                 await asyncio.to_thread(self._service.engine.core.model_set.weights_hash, key.model)  # slow at first
                 num_imported = 0
                 async for group in groups:
-                    is_first = not started.is_set()
+                    is_first = header is None
+                    header = await asyncio.to_thread(_verify, group, header, f"what replica {source} sent")
                     if is_first:
-                        arriving = [ArrivingMessage(message) for message in group.messages]
-                    await asyncio.to_thread(verify, [*group.inputs, *group.layers])
-                    for part in group.inputs:
-                        arriving[part.message].inputs[part.layer] = part.states
+                        arriving = [ArrivingMessage(number, header) for number in range(len(header.entries))]
+                    layers = []
+                    for block in group.blocks:
+                        info = header.blocks[block.number]
+                        if "inputs" in info.kinds:
+                            arriving[info.entry].inputs[info.layer] = block.tensors[0]
+                        else:
+                            layers.append((info, block))
                     if is_first:
                         # waits for the running step, as a request that computes the messages would
                         store, before = partial(self._store, key, contents, arriving), now()
@@ -274,13 +282,15 @@ class MessageFetcher:
                         num_imported = await self._service.thread.call(store, gather=True)
                         began += now() - before
                         deadline.reschedule(began + timeout)
-                    for layer in group.layers:
-                        arriving[layer.message].layers[layer.layer].set_result(layer)
+                    for info, block in layers:
+                        arriving[info.entry].layers[info.layer].set_result(block)
                     started.set()
                     if not num_imported:
                         return
-                if not arriving or not all(message.is_complete for message in arriving):
-                    raise ConnectionError("some layers did not arrive")
+                num_arrived = sum(message.num_arrived for message in arriving)
+                if header is None or num_arrived < (num_layers := sum(len(message.layers) for message in arriving)):
+                    what = "nothing" if header is None else f"{num_arrived} of {num_layers} layers"
+                    raise ConnectionError(f"{what} arrived: the messages are computed here")
         except Exception as exc:  # the other replica, the network or what came: each of them ends in computing
             self.num_failures += 1
             logger.warning("messages of replica %s are computed here: %s", source, str(exc) or type(exc).__name__)
@@ -302,14 +312,16 @@ class MessageFetcher:
         workflow = store.open(key)
         try:
             for item in arriving:
-                message = item.message
-                keys = [name for name in message.content_keys if store.find(key, name, allow_partial=False) is None]
+                tokens = item.info.tokens
+                if tokens is None:
+                    raise item.header.error("has a message without tokens")
+                keys = [name for name in item.content_keys if store.find(key, name, allow_partial=False) is None]
                 if not any((content, 0) in keys for content in contents):
                     continue  # another request has stored it, or it was not asked for
-                imported = workflow.session.import_encoded(message.tokens, item.snapshot, item.load)
+                imported = workflow.session.import_encoded(tokens, item.snapshot, item.load)
                 if imported is not None:
                     store.add(key, imported, None, keys)
-                    num_tokens += len(message.tokens)
+                    num_tokens += len(tokens)
         finally:
             store.close(key)
         return num_tokens

@@ -22,8 +22,9 @@ from ..server.reuse.answer_plan import SourceCounts
 from ..server.running_request import GenerationSpec
 from ..server.server_config import ServerConfig
 from ..server.service import InferenceService
+from .cluster_config import TransferMode
 from .message_transfer import MessageFetcher, MessageQuery, export_messages, load_stored, run_request
-from .routing import RouteRequest, TransferMode
+from .routing import RouteRequest
 from .sent_messages import SentGroup
 
 

@@ -13,13 +13,10 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ..errors import ConfigError
 from ..namespace import Namespace
 from .content_keys import ContentKeys
-
-TransferMode = Literal["auto", "always", "never"]  # when messages are fetched from replicas that hold them
 
 BYTES_PER_KEY = 224  # of a key that one replica has, in the two tables of `MessageAffinity`; tracemalloc measures 223
 

@@ -243,7 +243,8 @@ class Scheduler:
         for request in self.running:
             assert request.entry.num_scheduled_tokens == request.entry.num_computed_tokens
             assert request.num_pending_tokens, "a running request has nothing to compute"
-            assert all(entry.owners for entry in request.read_entries), "a context entry has no owner"
+            owner = request.request_owner
+            assert all(owner in entry.owners for entry in request.read_entries), "a context entry may be evicted"
 
 
 def _is_decoding(request: Request) -> bool:

@@ -59,7 +59,7 @@ class TierCopy:
     tokens: int  # number of tokens
     pages: list[int] = field(default_factory=list)  # pages of the host pool
     file: Path | None = None  # file of the disk tier
-    checksum: int | None = None  # CRC-32 of the file's content
+    checksum: bytes = b""  # of the header of its file
 
 
 @dataclass

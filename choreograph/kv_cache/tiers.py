@@ -2,7 +2,7 @@
 
 A tier reserves space for a copy and frees it. It returns the operations that copy an entry layer by
 layer (`Transfer`), from a pool into the copy and back. The host tier is a `KVPool` of its own; the
-disk tier writes one checksummed file per entry.
+disk tier writes one file per entry (`container`).
 """
 
 import itertools
@@ -10,22 +10,21 @@ import os
 import shutil
 import tempfile
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from ..config import CacheConfig, parse_capacity
 from ..errors import ConfigError
 from ..events import EventBus
 from ..utils import ensure_dir
+from .container import ContainerFile, EntryInfo, Header, TensorKey, TensorKind, as_bytes
 from .entry import KVEntry, KVSlice, TierCopy
 from .pool import KVPool
 from .transfer import ThreadExecutor, Transfer
@@ -88,7 +87,7 @@ class HostTier:
 
 
 class DiskTier:
-    """Disk tier: a temporary folder with one safetensors file per entry.
+    """Disk tier: a temporary folder with one container per entry.
 
     Methods are those of `HostTier`. The folder is removed with the engine.
 
@@ -128,39 +127,53 @@ class DiskTier:
         copy.file.unlink(missing_ok=True)
 
     def store_ops(self, source: KVPool, pages: Sequence[int], copy: TierCopy) -> TransferOps:
-        staging: dict[str, np.ndarray] = {}
-        ranges = _copy_ranges(pages, pages, source.page_size, copy.tokens)
+        assert copy.file is not None
+        file, ranges = copy.file, _copy_ranges(pages, pages, source.page_size, copy.tokens)
+        # the name tells copies of equal shapes apart
+        info = EntryInfo(shapes=tensor_shapes(source, copy.tokens), name=f"{self.folder.name}/{file.name}")
+        header = Header([info], source.keys[0].dtype)
 
-        def copy_layer(layer: int) -> None:
-            for name, tensor in source.tensors(layer).items():
-                parts = [as_bytes(tensor[slot : slot + count].cpu()) for slot, _, count in ranges]
-                staging[f"{name}.{layer}"] = np.concatenate(parts)
-
-        def finish() -> None:
-            assert copy.file is not None
-            copy.checksum = checksum(staging[name].data for name in sorted(staging))
-            save_file(staging, copy.file)
-            staging.clear()
-
-        return TransferOps(copy_layer, finish=finish)
-
-    def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps:
-        staging: dict[str, np.ndarray] = {}
+        container: ContainerFile | None = None
 
         def prepare() -> None:
-            assert copy.file is not None
-            staging.update(load_file(copy.file))
-            if checksum(staging[name].data for name in sorted(staging)) != copy.checksum:
-                raise OSError(f"{copy.file}: checksum mismatch")
+            nonlocal container
+            container, copy.checksum = ContainerFile.create(file, header), header.checksum
 
         def copy_layer(layer: int) -> None:
-            content = {"keys": staging.pop(f"keys.{layer}"), "values": staging.pop(f"values.{layer}")}
-            inputs = staging.pop(f"inputs.{layer}", None)
-            if inputs is not None:  # they were cached when the copy was written
-                content["inputs"] = inputs
-            write_layer(target, layer, pages, copy.tokens, content)
+            assert container is not None
+            tensors = source.tensors(layer)
+            for index in header.numbers[0, layer]:
+                rows = [_gather(tensors[kind], ranges) for kind in header.blocks[index].kinds]
+                container.write(header.seal(index, rows))
 
-        return TransferOps(copy_layer, prepare=prepare, finish=staging.clear)
+        def finish() -> None:
+            assert container is not None
+            container.close()
+
+        return TransferOps(copy_layer, prepare, finish)
+
+    def load_ops(self, copy: TierCopy, target: KVPool, pages: Sequence[int]) -> TransferOps:
+        assert copy.file is not None
+        file, write = copy.file, layer_writer(target, pages, copy.tokens)
+        container: ContainerFile | None = None
+
+        def prepare() -> None:
+            nonlocal container
+            container = ContainerFile.open(file, "its KV is computed again")
+            if container.header.checksum != copy.checksum:
+                raise container.header.error("has the keys and values of another KV entry")
+
+        def copy_layer(layer: int) -> None:
+            assert container is not None
+            header = container.header
+            for index in header.numbers[0, layer]:
+                write(layer, header.blocks[index].kinds, container.read(index).tensors)
+
+        def finish() -> None:
+            assert container is not None
+            container.close()
+
+        return TransferOps(copy_layer, prepare, finish)
 
     def check(self, copies: Sequence[TierCopy]) -> None:
         assert self._used == sum(copy.tokens for copy in copies) <= self._limit, "disk usage is miscounted"
@@ -215,26 +228,39 @@ def _copy_ranges(
     return ranges
 
 
-def write_layer(
-    pool: KVPool, layer: int, pages: Sequence[int], num_tokens: int, content: Mapping[str, np.ndarray]
-) -> None:
-    """Write tensors of one layer into pages of a pool.
+def _gather(slots: Tensor, ranges: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    """Return the bytes of ranges of slots, in host memory."""
+    parts = [as_bytes(slots[start : start + count].cpu()) for start, _, count in ranges]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    Args:
-        content: by the name of the tensor; bytes, (T, bytes of a token).
+
+def tensor_shapes(pool: KVPool, num_tokens: int) -> dict[TensorKey, tuple[int, ...]]:
+    """Return the shapes of all tensors of an entry in a pool."""
+    return {
+        (layer, cast(TensorKind, kind)): (num_tokens, *tensor.shape[1:])
+        for layer in range(len(pool.keys))
+        for kind, tensor in pool.tensors(layer).items()
+    }
+
+
+def layer_writer(
+    pool: KVPool, pages: Sequence[int], num_tokens: int
+) -> Callable[[int, Iterable[str], Iterable[np.ndarray]], None]:
+    """Return a function that writes tensors of one layer into pages of a pool.
+
+    It takes the layer, the names of the tensors and their bytes, (T, bytes of a token).
     """
-    tensors = pool.tensors(layer)
     ranges = _copy_ranges(pages, pages, pool.page_size, num_tokens)
-    for name, rows in content.items():
-        start = 0
-        for slot, _, count in ranges:
-            _write_bytes(tensors[name][slot : slot + count], rows[start : start + count])
-            start += count
 
+    def write(layer: int, names: Iterable[str], content: Iterable[np.ndarray]) -> None:
+        tensors = pool.tensors(layer)
+        for name, rows in zip(names, content, strict=True):
+            start = 0
+            for slot, _, count in ranges:
+                _write_bytes(tensors[name][slot : slot + count], rows[start : start + count])
+                start += count
 
-def as_bytes(slots: Tensor) -> np.ndarray:
-    """View host slots as a uint8 array (slots, bytes per slot)."""
-    return slots.detach().reshape(len(slots), -1).view(torch.uint8).numpy()
+    return write
 
 
 def _write_bytes(slots: Tensor, content: np.ndarray) -> None:
@@ -244,14 +270,6 @@ def _write_bytes(slots: Tensor, content: np.ndarray) -> None:
     else:
         content = np.require(content, requirements="W")  # of torch; what another process sent may be read-only
         slots.copy_(torch.from_numpy(content).view(slots.dtype).reshape(slots.shape))
-
-
-def checksum(parts: Iterable[bytes | memoryview]) -> int:
-    """Return the CRC-32 of all parts in order."""
-    value = 0
-    for part in parts:
-        value = zlib.crc32(part, value)
-    return value
 
 
 def _remove(folder: Path, pid: int) -> None:

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import inf, isnan
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
@@ -25,10 +25,7 @@ from ..features.other_models import EngineLoad
 from ..layer_pattern import LayerPattern
 from ..models.model_set import REMOTE_SUFFIX
 from ..outputs import BASE_MODEL
-from ..utils import atomic_write_text, ensure_dir, ensure_writable, require
-
-if TYPE_CHECKING:
-    from ..lab.evaluation.statistics import Estimate
+from ..utils import atomic_write_text, describe_validation_error, ensure_dir, require
 
 VERSION = 3  # of the file; earlier ones had other keys
 
@@ -97,13 +94,6 @@ class Profile:
             if not cell.pattern.check(self.layers).layers:
                 raise ValueError("ranges has a pattern without layers")
         return self
-
-    def loss(self, values: Sequence[float]) -> "Estimate":
-        """Estimate the mean loss of `values` against `receiver_scores`, paired by input."""
-        require("statsmodels", "eval")
-        from ..lab.evaluation.statistics import difference
-
-        return difference(self.receiver_scores, values)
 
     def _mean_loss(self, values: Sequence[float]) -> float:
         return float(np.mean(np.subtract(self.receiver_scores, values)))
@@ -187,8 +177,7 @@ class Profile:
         except OSError as exc:
             raise DataError(f"{path}: cannot be read ({exc.strerror})") from None
         except ValidationError as exc:
-            error = exc.errors()[0]
-            reason = f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip()
+            reason = describe_validation_error(exc)
             raise DataError(f"{path}: no profile of version {VERSION} ({reason}): profile the pair again") from None
 
 
@@ -308,67 +297,3 @@ def enable_profiled_reuse(
     selector = LatencyAwareSelector(profile.frontier(max_loss), times=times, ttft_slo=ttft_slo, max_loss=max_loss)
     engine.enable_layer_reuse(receiver, sender, selector=selector, patterns=selector.patterns, capacity=capacity)
     return selector
-
-
-SCORE_LABELS = {
-    "f1": "F1",
-    "likelihood": "log-likelihood of a token",
-    "agreement": "log-likelihood of its own token",
-}
-
-
-def summary_rows(profile: Profile) -> list[tuple[str, str]]:
-    """Return table rows: mean scores, loss of full reuse and critical layers."""
-    scores = {
-        "receiver": profile.receiver_scores,
-        "all of the sender's": profile.full_reuse_scores,
-        "sender": profile.sender_scores,
-    }
-    result = [(name, f"{np.mean(values):.3f}") for name, values in scores.items()]
-    result.append(("loss from reusing all", _format(profile.loss(profile.full_reuse_scores))))
-    result.append(("critical layers (F1)", ", ".join(map(str, profile.critical())) or "none"))
-    return result
-
-
-def frontier_rows(profile: Profile) -> list[tuple[str, str, str, str]]:
-    """Return frontier rows (pattern, fraction of layers, cost, loss), cheapest first."""
-    scores = {cell.pattern: cell.values for cell in profile.ranges}
-    result = []
-    for pattern, _, cost in profile.frontier():
-        values = scores.get(pattern, profile.receiver_scores if pattern.layers else profile.full_reuse_scores)
-        fraction = len(pattern.layers) / profile.layers
-        result.append((str(pattern), f"{fraction:.0%}", f"{cost:.2f}", _format(profile.loss(values))))
-    return result
-
-
-def _format(loss: "Estimate") -> str:
-    return f"{loss.value:+.3f} ({loss.low:+.3f} to {loss.high:+.3f})"
-
-
-def draw_profile(profile: Profile, path: Path) -> None:
-    """Plot per-layer scores, range scores and the frontier in one SVG file."""
-    matplotlib = require("matplotlib", "viz")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    ensure_writable(path)
-    label = SCORE_LABELS.get(profile.metric, profile.metric)
-    receiver_mean, critical = float(np.mean(profile.receiver_scores)), profile.critical()
-    figure, (layers, heat, frontier) = pyplot.subplots(1, 3, figsize=(14, 3.6), layout="constrained")
-
-    colors = ["tab:red" if layer in critical else "tab:blue" for layer in range(len(profile.per_layer))]
-    layers.bar(range(len(colors)), [np.mean(values) for values in profile.per_layer], color=colors)
-    layers.axhline(receiver_mean, color="tab:red", linestyle="--")
-    layers.set(xlabel="the layer that is reused", ylabel=label)
-
-    cells = [cell for cell in profile.ranges if len(cell.pattern.ranges) == 1]
-    starts, ends = np.array([cell.pattern.ranges[0] for cell in cells]).reshape(-1, 2).T
-    image = heat.scatter(ends, starts, c=[np.mean(cell.values) for cell in cells], cmap="Blues", marker="s")
-    heat.set(xlabel="computes up to layer", ylabel="computes from layer")
-    figure.colorbar(image, ax=heat, label=label)
-
-    points = [(point.cost, receiver_mean - point.loss) for point in profile.pareto_points()]
-    frontier.plot(*zip(*points, strict=True), marker="o")
-    frontier.set(xlabel="cost, of a full prefill", ylabel=label)
-    figure.savefig(path)
-    pyplot.close(figure)

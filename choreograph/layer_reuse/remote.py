@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ from ..attention.rope import rotate
 from ..errors import CacheFullError, ConfigError, InvalidRequestError, ModelError, WrongSessionError
 from ..features.layer_variants import submit_remote
 from ..features.other_models import TransferLoad
+from ..kv_cache.container import Block, EntryInfo, Header, TensorKey
 from ..kv_cache.entry import EntryLayers, KVEntry
-from ..kv_cache.tiers import TransferOps
+from ..kv_cache.tiers import TransferOps, tensor_shapes
 from ..kv_cache.transfer import Transfer, make_executor
 from ..layer_pattern import LayerPattern, parse_layer_pattern
 from ..messages.handle import MessageSlice
@@ -40,17 +42,18 @@ from ..messages.kv_export import cancel_reservation, reserve, resident, start_re
 from ..models.model_set import REMOTE_SUFFIX
 from ..outputs import BASE_MODEL
 from .context_store import ContextStore, context_hash
-from .transport import ChannelError, RefusedError, Transport, as_transport, receive_json, send_json
+from .transport import (
+    ChannelError,
+    RefusedError,
+    Transport,
+    as_transport,
+    receive_block,
+    receive_header,
+    send_details,
+    send_header,
+)
 
-VERSION = 3  # of the protocol
-
-TensorKey = tuple[int, str]  # layer, and a name of `KVPool.tensors`
-
-
-def _transfer_order(kv_layers: Iterable[int], hidden_layers: Iterable[int]) -> list[TensorKey]:
-    """Return the tensors of a reply in the order of their use."""
-    inputs = [(layer, "inputs") for layer in sorted(hidden_layers)]
-    return inputs + [(layer, kind) for layer in sorted(kv_layers) for kind in ("keys", "values")]
+VERSION = 4  # of the protocol
 
 
 def serve(
@@ -67,9 +70,9 @@ def serve(
     engine.core.hf_model.ensure_single_process("sending encodings")
     transport, num_sent = as_transport(peer, group), 0
     try:
-        while request := receive_json(transport):
+        while request := receive_header(transport).details:
             if request.get("ask") == "info":
-                send_json(transport, compatibility_info(engine, model))()
+                send_details(transport, **compatibility_info(engine, model))()
             else:
                 num_sent += _send_context(transport, engine, store, model, request)
     except ChannelError:
@@ -82,25 +85,48 @@ def _send_context(transport: Transport, engine: Engine, store: ContextStore, mod
     core, pool, owner = engine.core, engine.core.cache_manager.pool, ("send", object())
     try:
         context = store.context(str(request["name"]), model)
-        order = _transfer_order(map(int, request["keys"]), map(int, request["inputs"]))
+        wanted = _tensor_keys(map(int, request["keys"]), map(int, request["inputs"]))
         with core.lock, resident(core, context._request) as entry:
-            for layer, kind in order:
+            for layer, kind in wanted:
                 if layer not in entry.layers.hidden if kind == "inputs" else layer in entry.layers.missing:
                     raise InvalidRequestError(f"{kind} of layer {layer} are not cached")
+            shapes = tensor_shapes(pool, len(entry.tokens))
+            info = EntryInfo(
+                shapes={key: shapes[key] for key in wanted},
+                base_position=entry.base_position,
+                model_hash=core.model_set.fingerprint(model),
+                content_hash=str(request["name"]),
+            )
             core.cache_manager.acquire(entry, owner)
     except (InvalidRequestError, CacheFullError, KeyError, TypeError, ValueError, OverflowError) as exc:
-        send_json(transport, {"missing": str(exc)})()
+        send_details(transport, missing=str(exc))()
         return False
     try:
-        slots = torch.tensor(entry.slots)
-        shapes = [(layer, kind, [len(slots), *pool.tensors(layer)[kind].shape[1:]]) for layer, kind in order]
-        send_json(transport, {"start": entry.base_position, "dtype": str(pool.keys[0].dtype), "tensors": shapes})()
-        for layer, kind in order:  # copied one by one: the first one leaves at once
-            transport.send(pool.tensors(layer)[kind][slots].cpu().contiguous().view(-1).view(torch.uint8))()
+        header, slots = Header([info], pool.keys[0].dtype), torch.tensor(entry.slots)
+        send_header(transport, header)()
+        for number, block in enumerate(header.blocks):  # copied one by one: the first one leaves at once
+            frame = header.seal_frame(number, partial(_gather, pool.tensors(block.layer), slots))
+            transport.send(torch.from_numpy(frame))()
     finally:
         with core.lock:
             core.cache_manager.release(entry, owner)
     return True
+
+
+def _gather(tensors: Mapping[str, Tensor], slots: Tensor, kind: str, target: Tensor) -> None:
+    """Copy slots of a tensor to host memory."""
+    if tensors[kind].device.type == "cpu":
+        torch.index_select(tensors[kind], 0, slots, out=target)
+    else:
+        target.copy_(tensors[kind][slots])
+
+
+def _tensor_keys(kv_layers: Iterable[int], hidden_layers: Iterable[int]) -> set[TensorKey]:
+    """Return the tensors that a request names."""
+    keys: set[TensorKey] = {(layer, "inputs") for layer in hidden_layers}
+    for layer in kv_layers:
+        keys |= {(layer, "keys"), (layer, "values")}
+    return keys
 
 
 def compatibility_info(engine: Engine, model: str) -> dict[str, Any]:
@@ -158,14 +184,14 @@ class RemoteSender:
         self._transport = as_transport(peer, group, timeout)
         self._executor = make_executor(engine.model_info.device)
         self._last_transfer: Transfer | None = None
-        self._incoming: Iterator[Tensor] = iter(())  # tensors of the last reply
+        self._incoming: Iterator[tuple[Header, Block]] = iter(())  # blocks of the last reply
         model_set = engine.core.model_set
         if name not in model_set.remote:
             model_set.check_unused_name(name)
         try:
             with self._record_failure():
-                send_json(self._transport, {"ask": "info"})()
-                info = receive_json(self._transport)
+                send_details(self._transport, ask="info")()
+                info = receive_header(self._transport).details
         except ChannelError as exc:
             raise ModelError(f"sender {name!r} does not answer: {exc}") from None
         own = compatibility_info(engine, BASE_MODEL)
@@ -187,7 +213,7 @@ class RemoteSender:
         if self.failure_reason is None:
             try:
                 self._drain()
-                send_json(self._transport, {})()
+                send_details(self._transport)()
             except ChannelError as exc:
                 self.failure_reason = str(exc)
         self.failure_reason = self.failure_reason or "closed"
@@ -250,21 +276,28 @@ class RemoteSender:
         if self.failure_reason is not None:
             raise ChannelError(f"the link failed before ({self.failure_reason})")
         pool, specs = self._engine.core.cache_manager.pool, self._engine.model_info.attention_specs
-        order, slots, shift = _transfer_order(kv_layers, hidden_layers), torch.tensor(entry.slots), 0
+        shapes, wanted = tensor_shapes(pool, len(entry.tokens)), _tensor_keys(kv_layers, hidden_layers)
+        expected = EntryInfo(
+            shapes={key: shapes[key] for key in wanted},
+            model_hash=self._engine.core.model_set.remote[self.name].removesuffix(REMOTE_SUFFIX),
+            content_hash=name,
+        )
+        slots, shift = torch.tensor(entry.slots), 0
+        num_bytes = sum(block.tensor_bytes for block in Header([expected], pool.keys[0].dtype).blocks)
         with self._record_failure():
-            wait_sent = send_json(
-                self._transport,
-                {"ask": "context", "name": name, "keys": sorted(kv_layers), "inputs": sorted(hidden_layers)},
+            wait_sent = send_details(
+                self._transport, ask="context", name=name, keys=sorted(kv_layers), inputs=sorted(hidden_layers)
             )
-        expected = [[layer, kind, [len(slots), *pool.tensors(layer)[kind].shape[1:]]] for layer, kind in order]
-        num_bytes = sum(pool.tensors(layer)[kind][0].nbytes * len(slots) for layer, kind in order)
         self._queued_bytes += num_bytes
 
-        def copy(layer: int, kind: str) -> None:
-            tensor = next(self._incoming)
-            if shift and kind == "keys":
-                tensor = _rotate(tensor, shift, specs[layer])
-            pool.tensors(layer)[kind][slots] = tensor.to(pool.keys[0].device)
+        def copy_block() -> None:
+            header, block = next(self._incoming)
+            info = header.blocks[block.number]
+            for kind, rows in zip(info.kinds, block.tensors, strict=True):
+                tensor = header.as_tensor(info, kind, rows)
+                if shift and kind == "keys":
+                    tensor = _rotate(tensor, shift, specs[info.layer])
+                pool.tensors(info.layer)[kind][slots] = tensor.to(pool.keys[0].device)
 
         def prepare() -> None:
             nonlocal shift
@@ -275,48 +308,46 @@ class RemoteSender:
                 shift = entry.base_position - start
                 if shift and not self._engine.model_info.supports_shift:
                     raise ChannelError(f"its keys are at position {start}, not {entry.base_position}")
-            for layer in sorted(hidden_layers):
-                copy(layer, "inputs")
+            for _ in hidden_layers:
+                copy_block()
 
         def copy_layer(layer: int) -> None:
             if layer in kv_layers:
-                copy(layer, "keys")
-                copy(layer, "values")
+                copy_block()
 
         return TransferOps(copy_layer, prepare, inputs_first=True)
 
-    def _receive_reply(self, expected: list[list[Any]], num_bytes: int) -> int:
-        """Receive a reply that announces the requested tensors in order.
+    def _receive_reply(self, expected: EntryInfo, num_bytes: int) -> int:
+        """Receive the header of a reply that has the requested tensors.
 
         Returns the position of the sender's keys.
         """
         began = time.perf_counter()
-        reply = receive_json(self._transport)
+        header = receive_header(self._transport)
         self.seconds_receiving += time.perf_counter() - began
-        if "missing" in reply:
+        if "missing" in header.details:
             self._queued_bytes -= num_bytes
-            raise RefusedError(str(reply["missing"])[:200])
-        model_info, start = self._engine.model_info, reply.get("start")
-        if not (
-            reply.get("tensors") == expected
-            and reply.get("dtype") == str(model_info.dtype)
-            and isinstance(start, int)
-            and 0 <= start < model_info.max_positions
+            raise RefusedError(str(header.details["missing"])[:200])
+        model_info, entries = self._engine.model_info, header.entries
+        start = entries[0].base_position if entries else 0
+        if (
+            entries != (expected.model_copy(update={"base_position": start}),)
+            or (header.blocks and header.dtype != model_info.dtype)
+            or start >= model_info.max_positions
         ):
-            raise ChannelError("it sends other shapes than were requested")
-        self._incoming = self._receive_tensors([shape for _, _, shape in expected])
+            raise ChannelError("it sends another model's context, or other shapes than were requested")
+        self._incoming = self._receive_blocks(header)
         return start
 
-    def _receive_tensors(self, shapes: list[list[int]]) -> Iterator[Tensor]:
-        dtype = self._engine.model_info.dtype
-        for shape in map(torch.Size, shapes):
-            num_bytes, began = shape.numel() * dtype.itemsize, time.perf_counter()
+    def _receive_blocks(self, header: Header) -> Iterator[tuple[Header, Block]]:
+        for index, info in enumerate(header.blocks):
+            began = time.perf_counter()
             with self._record_failure():
-                data = self._transport.receive(num_bytes)
+                block = receive_block(self._transport, header, index)
             self.seconds_receiving += time.perf_counter() - began
-            self.bytes_received += num_bytes
-            self._queued_bytes -= num_bytes
-            yield data.view(dtype).view(shape)
+            self.bytes_received += info.tensor_bytes
+            self._queued_bytes -= info.tensor_bytes
+            yield header, block
 
     def _drain(self) -> None:
         """Receive what is left of the last reply: its entry was released."""

@@ -1,20 +1,23 @@
-"""Channels between two processes: blocks of bytes, and JSON objects as blocks.
+"""Channels between two processes: containers in frames of bytes.
 
 `Channel` uses `torch.distributed`. Another transport needs the two methods of `Transport`.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import CacheFileError, ConfigError
+from ..kv_cache.container import Block, Header, read_header
 
-MAX_JSON_BYTES = 1 << 20  # of one object
+MAX_HEADER_BYTES = 1 << 20
+_FIX = "run the same version in both processes, over a link that keeps every byte"
 
 
 class ChannelError(Exception):
@@ -83,16 +86,10 @@ def as_transport(peer: int | Transport, group: Any = None, timeout: float | None
     return Channel(peer, group, timeout) if isinstance(peer, int) else peer
 
 
-def send_json(transport: Transport, message: Mapping[str, Any]) -> Callable[[], None]:
-    """Start sending an object; the result waits until it is sent.
-
-    The frames are its byte count as int64 and UTF-8 JSON.
-    """
-    raw = json.dumps(message).encode()
-    waits = [
-        transport.send(torch.tensor([len(raw)]).view(torch.uint8)),
-        transport.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8)),
-    ]
+def send_header(transport: Transport, header: Header) -> Callable[[], None]:
+    """Start sending a header in two frames; the result waits until it is sent."""
+    raw = np.frombuffer(bytearray(header.raw), np.uint8)
+    waits = [transport.send(torch.from_numpy(frame)) for frame in (raw[:8], raw[8:])]
 
     def wait_all() -> None:
         for wait in waits:
@@ -101,15 +98,26 @@ def send_json(transport: Transport, message: Mapping[str, Any]) -> Callable[[], 
     return wait_all
 
 
-def receive_json(transport: Transport) -> dict[str, Any]:
-    """Receive a JSON object; raise ChannelError for anything else."""
-    size = int(transport.receive(8).view(torch.int64))
-    if not 0 < size <= MAX_JSON_BYTES:
-        raise ChannelError(f"the peer sent {size} bytes of JSON, the limit is {MAX_JSON_BYTES}")
+def send_details(transport: Transport, **details: Any) -> Callable[[], None]:
+    """Start sending a container with details only; the result waits until it is sent."""
+    return send_header(transport, Header([], details=details))
+
+
+def receive_header(transport: Transport) -> Header:
+    """Receive a header; raise ChannelError for anything else."""
+    with _checked():
+        return read_header(lambda size: transport.receive(size).numpy(), "what the peer sent", _FIX, MAX_HEADER_BYTES)
+
+
+def receive_block(transport: Transport, header: Header, index: int) -> Block:
+    """Receive a block; raise ChannelError if it is not the one that was sent."""
+    with _checked():
+        return header.read_block(lambda size: transport.receive(size).numpy(), index)
+
+
+@contextmanager
+def _checked() -> Iterator[None]:
     try:
-        result = json.loads(transport.receive(size).numpy().tobytes())
-    except (ValueError, RecursionError) as exc:
-        raise ChannelError(f"the peer sent no JSON: {exc}") from exc
-    if not isinstance(result, dict):
-        raise ChannelError(f"the peer sent a {type(result).__name__}, not a JSON object")
-    return result
+        yield
+    except CacheFileError as exc:
+        raise ChannelError(str(exc)) from exc

@@ -1,35 +1,32 @@
 """KV entries from outside a request: share, pin, export and import."""
 
-import itertools
-import json
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..context.placement import PLACERS, Placement
 from ..core.core import EngineCore
 from ..errors import (
     CacheBusyError,
-    CacheFileError,
     CacheFullError,
     InvalidPositionError,
     InvalidRequestError,
     MessageReleasedError,
     SessionClosedError,
 )
+from ..kv_cache.container import Block, ContainerFile, EntryInfo, Header, TensorKey, as_bytes
 from ..kv_cache.entry import EntryLayers, KVEntry
 from ..kv_cache.hashing import portable_content_hash
 from ..kv_cache.pool import KVPool, LayerKeyValues
-from ..kv_cache.tiers import TransferOps, as_bytes, checksum
+from ..kv_cache.tiers import TransferOps
 from ..kv_cache.transfer import ThreadExecutor, make_executor
 from ..outputs import Usage
 from ..request.request import Request, RequestState
@@ -47,25 +44,62 @@ class KVSnapshot(NamedTuple):
     layers: list[LayerKeyValues]  # (keys, values) per layer, each (T, heads, head_dim)
     model_hash: str  # weights hash of the model that computed it
     content_hash: str  # of tokens and context, equal across processes and clients
-    checksum: int | None = None  # of base_position and layers; None: cannot be verified
-    inputs: Mapping[int, Tensor] = MappingProxyType({})  # (T, E), hidden states before some layers; not saved
+    checksum: int | None = None  # of everything else; None: cannot be verified
+    inputs: Mapping[int, Tensor] = MappingProxyType({})  # (T, E), hidden states before some layers
+
+    def describe(self, **fields: Any) -> EntryInfo:
+        """Return what the snapshot is, for the header of a container.
+
+        Args:
+            fields: more fields of `EntryInfo`.
+        """
+        shapes: dict[TensorKey, tuple[int, ...]] = {
+            (layer, "inputs"): tuple(x.shape) for layer, x in self.inputs.items()
+        }
+        for layer, (keys, values) in enumerate(self.layers):
+            shapes[layer, "keys"], shapes[layer, "values"] = tuple(keys.shape), tuple(values.shape)
+        return EntryInfo(
+            shapes=shapes,
+            base_position=self.base_position,
+            model_hash=self.model_hash,
+            content_hash=self.content_hash,
+            **fields,
+        )
+
+    def _header(self) -> Header:
+        dtypes = {tensor.dtype for tensor in (*chain(*self.layers), *self.inputs.values())}
+        try:
+            (dtype,) = dtypes
+            return Header([self.describe()], dtype)
+        except (ValueError, LookupError) as exc:
+            reason = " ".join([*str(exc).split(), *map(str, dtypes)])
+            raise InvalidRequestError(
+                f"the snapshot cannot be verified or saved ({reason}): use what Message.export_kv gave"
+            ) from None
+
+    def compute_checksum(self) -> int:
+        header = self._header()
+        return header.combine(block.checksum for block in seal_blocks(header, [self]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the snapshot to a safetensors file.
-
-        The header holds the hashes and the checksum.
+        """Write the snapshot to a container, a safetensors file.
 
         Raises:
             ConfigError: if the file cannot be written.
+            InvalidRequestError: if the snapshot is not what was exported.
         """
-        tensors = {
-            f"layers.{i}.{name}": tensor.contiguous()
-            for i, layer in enumerate(self.layers)
-            for name, tensor in zip(("keys", "values"), layer, strict=True)
-        }
-        manifest = {"format": SNAPSHOT_FORMAT} | {name: json.dumps(getattr(self, name)) for name in _SAVED_FIELDS}
+        header, checksums = self._header(), list[bytes]()
+
+        def write(part: Path) -> None:
+            with ContainerFile.create(part, header) as file:
+                for block in seal_blocks(header, [self]):
+                    file.write(block)
+                    checksums.append(block.checksum)
+            if self.checksum not in (None, header.combine(checksums)):
+                raise InvalidRequestError(f"{path}: the snapshot is damaged, its checksum differs: export it again")
+
         ensure_writable(Path(path))
-        atomic_write(Path(path), lambda part: save_file(tensors, part, manifest))
+        atomic_write(Path(path), write)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "KVSnapshot":
@@ -74,26 +108,43 @@ class KVSnapshot(NamedTuple):
         Raises:
             CacheFileError: if the file is unreadable, of another format, or damaged.
         """
-        try:
-            with safe_open(path, "pt") as file:
-                names, manifest = list(file.keys()), file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in names}
-            if manifest.get("format") != SNAPSHOT_FORMAT:
-                raise ValueError(f"format {manifest.get('format')!r} is not {SNAPSHOT_FORMAT!r}: export it again")
-            fields = {name: json.loads(manifest[name]) for name in _SAVED_FIELDS}
-            layers = [
-                (tensors.pop(f"layers.{i}.keys"), tensors.pop(f"layers.{i}.values")) for i in range(len(tensors) // 2)
-            ]
-        except (OSError, SafetensorError, ValueError, KeyError) as exc:
-            raise CacheFileError(f"{path}: not a readable KV snapshot ({exc})") from None
-        snapshot = cls(layers=layers, **fields)
-        if snapshot.checksum is not None and snapshot.checksum != _checksum(snapshot.base_position, layers):
-            raise CacheFileError(f"{path}: damaged, its checksum differs: export it again")
-        return snapshot
+        with ContainerFile.open(Path(path), "remove it and export the message again") as file:
+            header = file.header
+            if len(header.entries) != 1 or not header.blocks:
+                raise header.error(f"is no snapshot of one message, it has {len(header.entries)} entries")
+            blocks = file.read_all()
+        (snapshot,) = to_snapshots(header, blocks)
+        return snapshot._replace(checksum=header.combine(block.checksum for block in blocks))
 
 
-SNAPSHOT_FORMAT = "choreograph-kv-1"
-_SAVED_FIELDS = ("base_position", "model_hash", "content_hash", "checksum")
+def seal_block(header: Header, index: int, snapshots: Sequence[KVSnapshot]) -> Block:
+    """Return a block of a container with the tensors of snapshots, one an entry."""
+    info = header.blocks[index]
+    snapshot = snapshots[info.entry]
+    tensors = snapshot.layers[info.layer] if "keys" in info.kinds else (snapshot.inputs[info.layer],)
+    return header.seal(index, [as_bytes(tensor.cpu().contiguous()) for tensor in tensors])
+
+
+def seal_blocks(header: Header, snapshots: Sequence[KVSnapshot]) -> Iterator[Block]:
+    return (seal_block(header, index, snapshots) for index in range(len(header.blocks)))
+
+
+def to_snapshots(header: Header, blocks: Iterable[Block]) -> list[KVSnapshot]:
+    """Return the entries of a container, with keys and values of all layers."""
+    tensors: list[dict[TensorKey, Tensor]] = [{} for _ in header.entries]
+    for block in blocks:
+        info = header.blocks[block.number]
+        for kind, rows in zip(info.kinds, block.tensors, strict=True):
+            tensors[info.entry][info.layer, kind] = header.as_tensor(info, kind, rows)
+    snapshots = []
+    for entry, found in zip(header.entries, tensors, strict=True):
+        layer_ids = sorted(layer for layer, kind in found if kind == "keys")
+        if layer_ids != [*range(len(layer_ids))]:
+            raise header.error(f"has keys and values of layers {layer_ids} only, all of them are needed")
+        layers = [(found[layer, "keys"], found[layer, "values"]) for layer in layer_ids]
+        inputs = {layer: tensor for (layer, kind), tensor in found.items() if kind == "inputs"}
+        snapshots.append(KVSnapshot(entry.base_position, layers, entry.model_hash, entry.content_hash, inputs=inputs))
+    return snapshots
 
 
 def wait_encoded(core: EngineCore, request: Request) -> None:
@@ -117,7 +168,7 @@ def attach_entry(core: EngineCore, request: Request, entry: KVEntry) -> None:
 def export_kv(core: EngineCore, request: Request) -> KVSnapshot:
     """Copy the computed KV entry of a message to host memory."""
     snapshot = copy_kv(core, request)
-    return snapshot._replace(checksum=_checksum(snapshot.base_position, snapshot.layers))
+    return snapshot._replace(checksum=snapshot.compute_checksum())
 
 
 def copy_kv(core: EngineCore, request: Request, *, with_inputs: bool = False) -> KVSnapshot:
@@ -258,7 +309,7 @@ def import_kv(
             raise InvalidRequestError(
                 "the copy has no checksum: export it again with Message.export_kv, or skip this check with check=False"
             )
-        if snapshot.checksum != _checksum(snapshot.base_position, snapshot.layers):
+        if snapshot.checksum != snapshot.compute_checksum():
             raise InvalidRequestError("the copy is damaged, its checksum differs: export it again")
     with core.lock:
         while True:
@@ -342,11 +393,6 @@ def _check_snapshot(core: EngineCore, request: Request, snapshot: object, any_co
 
 def _is_layer(layer: object) -> bool:
     return isinstance(layer, (list, tuple)) and len(layer) == 2 and all(isinstance(t, Tensor) for t in layer)
-
-
-def _checksum(base_position: int, layers: list[LayerKeyValues]) -> int:
-    content = (as_bytes(tensor.cpu().contiguous()).data for layer in layers for tensor in layer)
-    return checksum(itertools.chain([str(base_position).encode()], content))
 
 
 def _compute_placement(core: EngineCore, request: Request) -> Placement:

@@ -29,7 +29,7 @@ from .info import ModelInfo, free_memory, resolve_max_positions, sampled_weights
 from .introspect import PROBE_POSITIONS, AttentionProbe, analyze, check_no_token_mixing, verify_cache_reuse
 from .layers import DecoderLayers
 from .lora import LoraManager, LoraWeights
-from .template_sandbox import render_chat
+from .template_sandbox import render_messages
 from .tensor_parallel import TP_LABEL, TPGroup, check_heads, tp_group
 
 _log = logging.getLogger("choreograph")
@@ -91,7 +91,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     turns = [question, {"role": "assistant", "content": marker}, question]
     for count in (3, 2):  # some templates end a turn by the next one, or only accept complete conversations
         try:
-            text = render_chat(tokenizer, turns[:count])
+            text = render_messages(tokenizer, turns[:count]).text
         except Exception:  # a template raises what it likes
             continue
         rest = text.partition(marker)[2].lstrip()

@@ -51,6 +51,11 @@ class ModelInfo:
         return "alibi" if any(spec.alibi_slopes for spec in self.attention_specs) else "none"
 
     @property
+    def dtype_name(self) -> str:
+        """Name of the dtype, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 

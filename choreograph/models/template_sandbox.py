@@ -1,28 +1,31 @@
-"""Chat templates rendered with bounds on time and output.
+"""Chat templates rendered with bounds on time and memory.
 
-Templates come with models from the Hub and are untrusted code. The sandbox of transformers denies
-them access to the interpreter, but does not bound loops or memory.
+Templates come with models from the Hub and are untrusted code. The environment of transformers denies them access
+to the interpreter, but bounds neither loops nor values: here loops, calls and filters look at the time, and values
+at their size.
 
 One rendering also says where every message begins: compiled templates report each iteration of a loop
 over messages, and the number of characters written before it.
 """
 
-import datetime
-import json
-import threading
+import re
+import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
-from itertools import islice
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-MAX_ITERATIONS = 300_000  # loop iterations and calls of one rendering
-MAX_OUTPUT = 1 << 24  # characters of one rendering, and of one repeated or padded string
+MAX_SECONDS = 3.0  # of one rendering, on the processor
+MAX_SIZE = 1 << 24  # characters of one rendering, and length of one value
+
+_WIDE = re.compile(r"\d{7}|%[^%a-zA-Z]*\*")  # width or precision of many digits, or from an argument, in a format
 
 
 class TemplateLimitError(jinja2.TemplateError):
@@ -51,12 +54,24 @@ class _Rendering:
     """State of one rendering."""
 
     message_index: dict[int, int] = field(default_factory=dict)  # by id of the message's dict
-    num_iterations: int = 0  # loop iterations, and ten a call
-    num_chars: int = 0  # written so far
+    deadline: float = field(default_factory=lambda: time.thread_time() + MAX_SECONDS)
+    num_chars: int = 0  # of the text so far
+    num_written: int = 0  # characters, also those of macros and blocks, whose text is written again
     current_message: int | None = None
     # by loop: pairs (message index, characters before it); None for loops that are not in the order of messages
     starts: dict[int, list[tuple[int, int]] | None] = field(default_factory=dict)
     loop_ends: dict[int, int] = field(default_factory=dict)  # by loop: characters before its end
+
+    def check_time(self) -> None:
+        if time.thread_time() > self.deadline:
+            raise TemplateLimitError(f"the chat template runs longer than {MAX_SECONDS:g} s")
+
+    def write(self, text: str) -> str:
+        """Count a part of the text."""
+        self.num_written += len(text)
+        if self.num_written > 4 * MAX_SIZE:
+            raise TemplateLimitError(f"the chat template writes more than {MAX_SIZE:,} characters")
+        return text
 
     def start_message(self, message: Any, loop: int) -> None:
         index = self.message_index.get(id(message))
@@ -83,123 +98,107 @@ class _Rendering:
         return tuple(result)
 
 
-class _GenerationTag(Extension):
-    """Jinja extension that ignores the tag `{% generation %}`.
-
-    The tag marks the text that the model writes; the rendered text does not change.
-    """
-
-    tags = {"generation"}  # noqa: RUF012 - as declared by jinja2
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+_RENDERING: ContextVar[_Rendering] = ContextVar("rendering")  # of this thread
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Environment of transformers' chat templates that counts iterations and calls."""
+    """Environment of transformers' chat templates in which all that repeats or grows is checked."""
 
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        self._local = threading.local()  # templates are shared by threads
-        self.filters["tojson"] = _to_json
-        self.filters |= {name: _bounded(name, function) for name, function in self.filters.items()}
-        self.filters["bounded_loop"], self.filters["bounded_size"] = self._bounded_loop, _check_size
-        self.filters["start_message"], self.filters["end_loop"] = self._start_message, self._end_loop
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        theirs = _compile_jinja_template("").environment
+        extensions = [type(extension) for extension in theirs.extensions.values()]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self.globals = theirs.globals
+        self.filters = {name: _bounded(name, function) for name, function in theirs.filters.items()}
+        self.filters |= {"start_message": _start_message, "end_loop": _end_loop}
+        self.filters |= {"bounded_size": _check_size, "written": _write}
 
     def compile_bounded(self, source: str) -> jinja2.Template:
-        """Compile a template in which every loop and concatenation is checked."""
-        tree = self.parse(source)
-        for number, loop in enumerate(list(tree.find_all(nodes.For))):
-            loop.iter = nodes.Filter(loop.iter, "bounded_loop", [], [], None, None, lineno=loop.lineno)
-            if isinstance(loop.target, nodes.Name):
-                item = nodes.Name(loop.target.name, "load", lineno=loop.lineno)
-                loop.body.insert(0, _statement("start_message", item, number))
-                _insert_after(tree, loop, _statement("end_loop", nodes.Const(number, lineno=loop.lineno)))
-        for joined in list(tree.find_all(nodes.Concat)):
-            inner = nodes.Concat(joined.nodes, lineno=joined.lineno)
-            joined.nodes = [nodes.Filter(inner, "bounded_size", [], [], None, None, lineno=joined.lineno)]
-        tree.set_environment(self)
+        """Compile a template in which every loop, text and concatenation is checked."""
+        tree = _Instrumentation().visit(self.parse(source)).set_environment(self)
         return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
-
-    @property
-    def rendering(self) -> _Rendering:
-        """State of this thread's rendering."""
-        result: _Rendering = self._local.rendering
-        return result
-
-    @rendering.setter
-    def rendering(self, value: _Rendering) -> None:
-        self._local.rendering = value
-
-    def _start_message(self, message: Any, loop: int) -> None:
-        self.rendering.start_message(message, loop)
-
-    @jinja2.pass_context  # keeps the call from being evaluated when the template is compiled
-    def _end_loop(self, context: Any, loop: int) -> None:
-        self.rendering.end_loop(loop)
-
-    def count(self, number: int = 1) -> None:
-        rendering = self.rendering
-        rendering.num_iterations += number
-        if rendering.num_iterations > MAX_ITERATIONS:
-            raise TemplateLimitError(f"the chat template runs more than {MAX_ITERATIONS:,} iterations")
-
-    def _bounded_loop(self, iterable: Any) -> Any:
-        if isinstance(iterable, jinja2.Undefined):
-            return iterable
-        if not isinstance(iterable, (list, tuple, str, dict, range)):
-            iterable = list(islice(iterable, MAX_ITERATIONS + 1))  # loops may ask for the length
-        self.count(len(iterable))
-        return iterable
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuse results that would fill the memory."""
-        sizes = [len(x) if hasattr(x, "__len__") else 1 for x in (left, right)]
-        numbers = [x for x in (left, right) if isinstance(x, int)]
-        if operator == "+":
-            _check_length(sum(sizes))
-        elif operator == "*" and len(numbers) == 1:
-            _check_length(max(sizes) * numbers[0])
-        elif operator in ("*", "**") and len(numbers) == 2:
-            bits = [abs(number).bit_length() for number in numbers]
-            _check_length(sum(bits) if operator == "*" else bits[0] * abs(right))
+        if operator == "*":
+            for value, number in ((left, right), (right, left)):
+                if isinstance(number, int) and hasattr(value, "__len__"):
+                    _check_length(len(value) * number)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_length(left.bit_length() * abs(right))
         elif operator == "%" and isinstance(left, str):
-            _check_widths(left)
-        return super().call_binop(context, operator, left, right)
+            _check_format(left)
+        return _check_size(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
-        """Count the call; refuse arguments and results that would fill the memory."""
-        __self.count(10)  # a call costs about as much as ten iterations
+        """Refuse arguments and results that would fill the memory."""
+        _RENDERING.get().check_time()
         name, method = getattr(__obj, "__name__", ""), getattr(__obj, "__wrapped__", __obj)
-        _check_arguments(name, getattr(method, "__self__", None), (*args, *kwargs.values()))
+        if not isinstance(__obj, LoopContext):  # whose iterations are checked
+            _check_arguments(name, getattr(method, "__self__", None), (*args, *kwargs.values()))
         return _check_size(super().call(__context, __obj, *args, **kwargs))
 
 
-def _statement(filter_name: str, value: nodes.Expr, *arguments: int) -> nodes.ExprStmt:
-    """Return a statement that calls a filter and writes nothing."""
-    line = value.lineno
-    constants = [nodes.Const(argument, lineno=line) for argument in arguments]
-    return nodes.ExprStmt(nodes.Filter(value, filter_name, constants, [], None, None, lineno=line), lineno=line)
+class _Instrumentation(NodeTransformer):
+    """Adds filters to a parsed template: to loops, texts and concatenations."""
+
+    def __init__(self) -> None:
+        self._num_loops = 0
+
+    def visit_For(self, loop: nodes.For) -> list[nodes.Node]:  # noqa: N802 - as in jinja2
+        """Report the start of each iteration, and the end of the loop."""
+        self.generic_visit(loop)
+        number, self._num_loops, line = self._num_loops, self._num_loops + 1, loop.lineno
+        item: nodes.Expr = nodes.Const(None, lineno=line)
+        if isinstance(loop.target, nodes.Name):
+            item = nodes.Name(loop.target.name, "load", lineno=line)
+        loop.body.insert(0, nodes.ExprStmt(_filter("start_message", item, number), lineno=line))
+        return [loop, nodes.ExprStmt(_filter("end_loop", nodes.Const(number, lineno=line)), lineno=line)]
+
+    def visit_Concat(self, joined: nodes.Concat) -> nodes.Node:  # noqa: N802
+        """Check the size of the result."""
+        self.generic_visit(joined)
+        return _filter("bounded_size", joined)
+
+    def visit_Output(self, output: nodes.Output) -> nodes.Node:  # noqa: N802
+        """Count the characters of each part."""
+        self.generic_visit(output)
+        output.nodes = [_filter("written", node) for node in output.nodes]
+        return output
 
 
-def _insert_after(tree: nodes.Template, node: nodes.Node, statement: nodes.Node) -> None:
-    for parent in [tree, *tree.find_all(nodes.Node)]:
-        for _, children in parent.iter_fields():
-            if isinstance(children, list):
-                for index, child in enumerate(children):
-                    if child is node:
-                        children.insert(index + 1, statement)
-                        return
+def _filter(name: str, value: nodes.Expr, *arguments: int) -> nodes.Filter:
+    constants = [nodes.Const(argument, lineno=value.lineno) for argument in arguments]
+    return nodes.Filter(value, name, constants, [], None, None, lineno=value.lineno)
+
+
+# the context keeps the calls from being evaluated when the template is compiled
+
+
+@jinja2.pass_context
+def _start_message(context: Any, message: Any, loop: int) -> None:
+    _RENDERING.get().check_time()
+    _RENDERING.get().start_message(message, loop)
+
+
+@jinja2.pass_context
+def _end_loop(context: Any, loop: int) -> None:
+    _RENDERING.get().end_loop(loop)
+
+
+@jinja2.pass_context
+def _write(context: Any, value: Any) -> str:
+    return _RENDERING.get().write(str(value))
 
 
 def _bounded(name: str, function: Any) -> Any:
     @wraps(function)  # keeps what jinja2 notes on the function: which argument is the context
     def checked(*args: Any, **kwargs: Any) -> Any:
+        _RENDERING.get().check_time()
         _check_arguments(name, args[0] if args else None, (*args, *kwargs.values()))
         return _check_size(function(*args, **kwargs))
 
@@ -207,52 +206,38 @@ def _bounded(name: str, function: Any) -> Any:
 
 
 def _check_arguments(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
-    if name not in ("range", "safe_range"):
-        for argument in arguments:
-            if isinstance(argument, int):
-                _check_length(argument)
+    for argument in arguments:
+        if isinstance(argument, int):
+            _check_length(argument)
     if name == "format" and isinstance(value, str):
-        _check_widths(value)
+        _check_format(value)
     if name in ("replace", "join"):
-        lengths = [len(x) for x in (value, *arguments) if isinstance(x, (str, list, tuple))]
-        _check_length(sorted(lengths)[-1] * max(1, sorted(lengths)[-2]) if len(lengths) > 1 else 0)
+        lengths = sorted(len(x) for x in (value, *arguments) if isinstance(x, (str, list, tuple)))
+        _check_length(lengths[-1] * lengths[-2] if len(lengths) > 1 else 0)
 
 
 def _check_size(value: Any) -> Any:
     """Return a value, or raise if it is too long."""
     if isinstance(value, (str, list, tuple, dict)):
         _check_length(len(value))
+    elif isinstance(value, int):
+        _check_length(value.bit_length())
     return value
 
 
 def _check_length(size: int) -> None:
-    if size > MAX_OUTPUT:
-        raise TemplateLimitError(f"the chat template makes a value of size {size:,}; the limit is {MAX_OUTPUT:,}")
+    if size > MAX_SIZE:
+        raise TemplateLimitError(f"the chat template makes a value of size {size:,}; the limit is {MAX_SIZE:,}")
 
 
-def _check_widths(format: str) -> None:
-    """Refuse a width or precision of many digits in a format string."""
-    digits = 0
-    for character in format:
-        digits = digits + 1 if character.isdigit() else 0
-        if digits > 6:
-            raise TemplateLimitError(f"the chat template formats with a width of {digits} digits")
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _check_format(format: str) -> None:
+    if _WIDE.search(format):
+        raise TemplateLimitError(f"the chat template formats with a width of many digits: {format!r:.60}")
 
 
 @lru_cache(64)
-def _compile(source: str) -> tuple[_BoundedEnvironment, jinja2.Template]:
-    environment = _BoundedEnvironment()
-    return environment, environment.compile_bounded(source)
+def _compile(source: str) -> jinja2.Template:
+    return _BoundedEnvironment().compile_bounded(source)
 
 
 def render_template(source: str, variables: Mapping[str, Any]) -> RenderedChat:
@@ -262,20 +247,18 @@ def render_template(source: str, variables: Mapping[str, Any]) -> RenderedChat:
         variables: of the template; the dicts in "messages" differ from each other.
 
     Raises:
-        TemplateLimitError: if it exceeds MAX_ITERATIONS or MAX_OUTPUT.
+        TemplateLimitError: if it exceeds MAX_SECONDS or MAX_SIZE.
         ChatRejectedError: if the template is invalid or refuses the conversation.
     """
     messages = variables.get("messages") or ()
     rendering = _Rendering({id(message): index for index, message in enumerate(messages)})
+    _RENDERING.set(rendering)
     parts: list[str] = []
     try:
-        environment, template = _compile(source)
-        environment.rendering = rendering
-        for part in template.generate(variables):
+        for part in _compile(source).generate(variables):
             parts.append(part)
             rendering.num_chars += len(part)
-            if rendering.num_chars > MAX_OUTPUT:
-                raise TemplateLimitError(f"the chat template writes more than {MAX_OUTPUT:,} characters")
+            _check_length(rendering.num_chars)
     except TemplateLimitError:
         raise
     except (RecursionError, MemoryError) as exc:
@@ -283,18 +266,6 @@ def render_template(source: str, variables: Mapping[str, Any]) -> RenderedChat:
     except Exception as exc:  # of the template's code
         raise ChatRejectedError(str(exc), rendering.current_message) from None
     return RenderedChat("".join(parts), rendering.ends())
-
-
-def choose_template(tokenizer: Any, has_tools: bool) -> str:
-    """Return the template that transformers would choose."""
-    template = tokenizer.chat_template
-    if isinstance(template, str):
-        return template
-    names = dict(template or {})
-    name = "tool_use" if has_tools and "tool_use" in names else "default"
-    if name not in names:
-        raise ChatRejectedError(f"the tokenizer has the chat templates {sorted(names)}, and none is 'default'", None)
-    return str(names[name])
 
 
 def render_messages(
@@ -315,12 +286,11 @@ def render_messages(
     Raises:
         TemplateLimitError, ChatRejectedError: see `render_template`.
     """
+    try:
+        source = tokenizer.get_chat_template(tools=tools)
+    except ValueError as exc:  # several templates, none of which is the default
+        raise ChatRejectedError(str(exc), None) from None
     options = {**getattr(tokenizer, "special_tokens_map", {}), **(variables or {})}
     options |= {"messages": [dict(message) for message in messages], "tools": tools, "documents": None}
     options["add_generation_prompt"] = add_generation_prompt
-    return render_template(choose_template(tokenizer, bool(tools)), options)
-
-
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
-    """Return the text of a conversation, see `render_messages`."""
-    return render_messages(tokenizer, messages, add_generation_prompt=add_generation_prompt).text
+    return render_template(source, options)

@@ -26,7 +26,7 @@ from ..utils import close_after
 from . import storage
 from .layout import ChatTokenizer, Layout, ModulePath, TokenRun, compute_layout, enclosing_union, tokenizer_fingerprint
 from .parser import load_prompt, load_schema
-from .resolve import CachedRange, NewText, ResolvedPrompt, resolve_prompt
+from .resolve import CachedRange, ResolvedPrompt, resolve_prompt
 from .schema import Prompt, Schema
 
 LOCATIONS = ("device", "host")
@@ -285,7 +285,7 @@ class PromptCache:
         """Return the answer's header and footer tokens; empty unless a chat."""
         return self._tokenizer.encode_answer(after_system=resolved.after_system) if resolved.is_chat else ([], [])
 
-    def _answer_context(self, resolved: ResolvedPrompt) -> tuple[list[CachedRange], list[NewText], list[int], int]:
+    def _answer_context(self, resolved: ResolvedPrompt) -> tuple[list[CachedRange], list[TokenRun], list[int], int]:
         """Return the context, header and start position of the answer.
 
         If the template has no header, the last text of the prompt becomes the header. A new text becomes the
@@ -349,10 +349,10 @@ class PromptCache:
     # -- files --------------------------------------------------------------------------------------------
 
     def save(self, file: str | File) -> int:
-        """Write modules to a safetensors file and manifest; return its bytes.
+        """Write modules to a safetensors file; return its bytes.
 
         Raises:
-            CacheFileError: if the files cannot be written.
+            CacheFileError: if the file cannot be written.
         """
         self.engine.core.hf_model.ensure_single_process("a saved cache")
         storage.check_writable(File(file))  # before anything is computed
@@ -385,7 +385,7 @@ class PromptCache:
 
     def _fingerprints(self) -> dict[str, str]:
         return {  # in the order of comparison: another dtype also changes the hash of the model
-            "dtype": str(self.engine.model_info.dtype).removeprefix("torch."),
+            "dtype": self.engine.model_info.dtype_name,
             "model": self.engine.core.model_set.weights_hash(BASE_MODEL),
             "tokenizer": tokenizer_fingerprint(self.engine.tokenizer),
             "schema": self.schema.fingerprint,

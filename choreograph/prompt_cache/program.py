@@ -21,7 +21,7 @@ first. An `if` is a module and tests one argument by name. A `match` is a union 
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,12 @@ def _parse_function(function: Callable[..., Any]) -> ast.FunctionDef:
     return definition
 
 
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+def _arguments(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.get_annotations(function, eval_str=True)  # also under `from __future__ import annotations`
+        signature = inspect.signature(function, eval_str=True)  # also under `from __future__ import annotations`
     except (NameError, SyntaxError):  # an annotation may be any text
-        return inspect.get_annotations(function)
+        signature = inspect.signature(function)
+    return signature.parameters
 
 
 class Program:
@@ -68,11 +69,10 @@ class Program:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
-        annotations = _annotations(function).items()
-        self._params: dict[str, Param] = {name: value for name, value in annotations if isinstance(value, Param)}
-        signature = inspect.signature(function).parameters
-        self._argument_names = list(signature)
-        self._defaults = {name: p.default for name, p in signature.items() if p.default is not p.empty}
+        arguments = _arguments(function)
+        self._argument_names = list(arguments)
+        self._params = {name: p.annotation for name, p in arguments.items() if isinstance(p.annotation, Param)}
+        self._defaults = {name: p.default for name, p in arguments.items() if p.default is not p.empty}
         self._union_arguments: dict[int, str] = {}  # argument that chooses the member, by id of the union
         self.schema = Schema(self.name, tuple(self._read_block(_parse_function(function).body)))
 

@@ -30,35 +30,24 @@ class CachedRange(NamedTuple):
     position: int  # of the first token
 
 
-class NewText(NamedTuple):
-    """Tokens to compute at consecutive positions."""
-
-    start: int  # position of the first token
-    tokens: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-
 @dataclass(frozen=True)
 class ResolvedPrompt:
     """Content of a prompt with its positions."""
 
     cached: list[CachedRange]
-    new_parts: list[tuple[int, NewText]]  # with its position for the order in `flatten`; texts, then arguments
+    new_parts: list[tuple[int, TokenRun]]  # with its position for the order in `flatten`; texts, then arguments
     scaffolds: dict[ModulePath, tuple[ModulePath, ...]]  # modules that attend to each other, in document order
     end: int  # position after everything that is used
     is_chat: bool  # True: the answer is a chat turn
     after_system: bool  # True: the answer follows a system turn
 
     @cached_property
-    def new_texts(self) -> list[NewText]:
+    def new_texts(self) -> list[TokenRun]:
         """New text by position; adjacent texts are joined to save prefill calls."""
-        merged: list[NewText] = []
+        merged: list[TokenRun] = []
         for text in sorted((text for _, text in self.new_parts if text.tokens), key=lambda text: text.start):
             if merged and merged[-1].end == text.start:
-                text = NewText(merged[-1].start, merged.pop().tokens + text.tokens)
+                text = TokenRun(merged[-1].start, merged.pop().tokens + text.tokens)
             merged.append(text)
         return merged
 
@@ -68,7 +57,7 @@ class ResolvedPrompt:
         They are ordered by position, except that new text before an import stays before it even if the text is
         longer than the gap.
         """
-        parts = [(position, 0, list(text.tokens)) for position, text in self.new_parts]
+        parts = [(position, 0, text.tokens) for position, text in self.new_parts]
         for path, run_index, first, num_tokens, position in self.cached:
             parts.append((position, 1, layout.modules[path].runs[run_index].tokens[first : first + num_tokens]))
         return [token for _, _, tokens in sorted(parts, key=lambda part: part[:2]) for token in tokens]
@@ -85,19 +74,19 @@ def resolve_prompt(prompt: Prompt, layout: Layout, tokenizer: ChatTokenizer) -> 
     selected = _select_modules(prompt, layout)
     used = [module for path, module in layout.modules.items() if path in selected]
     has_first_token = any(run.start == 0 for module in used for run in module.runs)
-    bos = NewText(0, () if has_first_token else tuple(layout.bos_ids))
+    bos = TokenRun(0, [] if has_first_token else layout.bos_ids)
     placer = _TextPlacer(layout, used, bos.end, tokenizer)
     parts = [(0, bos), *placer.place(prompt)]
     cached = []
     for module in used:
         slots = _bind_arguments(module, selected[module.path], tokenizer)
-        new = [NewText(slot.start, argument) for slot, argument in slots if argument]
+        new = [TokenRun(slot.start, argument) for slot, argument in slots if argument]
         for index, run in enumerate(module.runs):
             for first, last in _fixed_ranges(run, [slot for slot, _ in slots]):
                 if module.cache:
                     cached.append(CachedRange(module.path, index, first, last - first, run.start + first))
                 else:
-                    new.append(NewText(run.start + first, tuple(run.tokens[first:last])))
+                    new.append(TokenRun(run.start + first, run.tokens[first:last]))
         parts += [(text.start, text) for text in new]
     if not cached and not any(text.tokens for _, text in parts):
         raise PromptError("the prompt is empty: import a module or add text")
@@ -190,7 +179,7 @@ def _complete_scaffolds(
 
 def _bind_arguments(
     module: ModuleLayout, arguments: Mapping[str, str], tokenizer: ChatTokenizer
-) -> list[tuple[ParameterSlot, tuple[int, ...]]]:
+) -> list[tuple[ParameterSlot, list[int]]]:
     """Return all parameter slots of a module with their argument tokens."""
     where = _describe_path(module.path)
     for name in arguments:
@@ -198,7 +187,7 @@ def _bind_arguments(
             raise PromptError(f"{where}: no parameter {name!r}; it has {list(module.parameter_slots) or 'none'}")
     bound = []
     for name, slot in module.parameter_slots.items():
-        argument = tuple(tokenizer.encode_text(arguments[name])) if name in arguments else slot.default
+        argument = tokenizer.encode_text(arguments[name]) if name in arguments else list(slot.default)
         if len(argument) > slot.length:
             raise PromptError(
                 f"{where}: the argument {name}={arguments[name]!r} has {len(argument)} tokens, its parameter holds "
@@ -236,11 +225,11 @@ class _TextPlacer:
         self._used = used
         self._start = start
         self._tokenizer = tokenizer
-        self._placed: list[tuple[ModulePath, int, NewText]] = []  # enclosing import, position it follows, text
+        self._placed: list[tuple[ModulePath, int, TokenRun]] = []  # enclosing import, position it follows, text
         self._is_opening = not start and not any(module.runs for module in used)  # the next text opens the prompt
         self.last_role = next((module.last_role for module in reversed(used) if module.last_role), None)
 
-    def place(self, prompt: Prompt) -> list[tuple[int, NewText]]:
+    def place(self, prompt: Prompt) -> list[tuple[int, TokenRun]]:
         """Return each new text with the end position of the preceding content.
 
         Consecutive texts have the same end position, that of the content before the first of them.
@@ -267,7 +256,7 @@ class _TextPlacer:
                 in_turn = self._is_in_turn(path, after)
             if isinstance(child, str) and self._layout.is_chat and not in_turn:
                 child = Role("user", (child.strip(),))
-            text = NewText(start, tuple(self._encode(child)))
+            text = TokenRun(start, self._encode(child))
             self._placed.append((path, follows, text))
             self._is_opening, start = False, text.end
 

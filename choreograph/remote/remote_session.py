@@ -13,16 +13,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .. import errors
-from ..api.chat import ChatTurns, Turn
+from ..api.call import OPTION_NAMES, SAMPLING_FIELDS, Call, CallKind, SessionAPI
+from ..api.chat import Turn
 from ..errors import ChoreographError, ConfigError, InvalidRequestError, MessageReleasedError, SessionClosedError
-from ..outputs import BASE_MODEL, FinishReason, KVReuse, Mode, Timing, TokenLogprob, Usage
+from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
 from ..utils import require
 
 if TYPE_CHECKING:
     from .vllm_session import VllmEngine
 
-RemotePrompt = str | Sequence[int] | Turn
+REMOTE_OPTIONS = ("agent", "schema")  # of calls, besides those of sessions in process
 
 
 @overload
@@ -74,11 +75,11 @@ class RemoteEngine:
         """Open a session, as `Engine.session`.
 
         Args:
-            options: `repair` and `max_kl` as numbers, `labels`, `clearance`, `on_leak`; `workflow` names the step
-                graph (`PUT /v1/workflows/{workflow}`) of the agents that calls name.
+            options: see `SessionOptions`, as JSON; `workflow` names the step graph (`PUT /v1/workflows/{workflow}`)
+                of the agents that calls name.
         """
         reply = self.request("POST", "/sessions", {"mode": mode, "seed": seed, "model": model, **_json_body(options)})
-        return RemoteSession(self, reply["id"], mode)
+        return RemoteSession(self, reply["id"], mode, reply["options"])
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request; raise the error that the library would raise."""
@@ -239,11 +240,21 @@ class RemoteMessage:
             self._session._request("DELETE", f"/messages/{self.id}")
 
 
-class RemoteSession(ChatTurns):
-    """Session of a server, with the calls of `Session`."""
+class RemoteSession(SessionAPI[RemoteMessage, RemoteMessage | RemoteSlice]):
+    """Session of a server, with the calls of `Session`.
 
-    def __init__(self, engine: RemoteEngine, session_id: str, mode: Mode) -> None:
+    Two options more: `agent` names the agent whose turn it is, for eviction by the step graph; `schema` names a
+    Prompt Cache schema of the server, and the header of a decode is then a prompt in PML.
+
+    Args:
+        options: names of those of the server's features.
+    """
+
+    def __init__(self, engine: RemoteEngine, session_id: str, mode: Mode, options: Iterable[str]) -> None:
         self._engine, self.id, self.mode = engine, session_id, mode
+        self._names = {
+            kind: list(dict.fromkeys((*names, *REMOTE_OPTIONS, *options))) for kind, names in OPTION_NAMES.items()
+        }
         self.closed = False
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -256,43 +267,15 @@ class RemoteSession(ChatTurns):
             raise SessionClosedError("the session is closed: open a new one")
         return self._engine.lines(f"/sessions/{self.id}{path}")
 
-    def prefill(
-        self,
-        tokens: Any,
-        parents: Iterable[Any] = (),
-        offsets: Sequence[int | None] | None = None,
-        new_offset: int | None = None,
-        *,
-        model: str | None = None,
-        kv_reuse: KVReuse = "recompute",
-        **options: Any,
-    ) -> Any:
-        """Prefill tokens or a list of calls, as `Session.prefill`.
+    def _option_names(self, kind: CallKind) -> list[str]:
+        return self._names[kind]
 
-        Args:
-            options: `repair`, `labels`, `clearance` and `on_leak`.
-        """
-        if _is_batch(tokens):
-            return self._submit("prefill", tokens)
-        call = {"tokens": tokens, "parents": parents, "offsets": offsets, "new_offset": new_offset}
-        return self._submit("prefill", [{**call, "model": model, "kv_reuse": kv_reuse, **options}])[0]
-
-    def decode(self, header: Any, parents: Iterable[Any] = (), *args: Any, **options: Any) -> Any:
-        """Generate a message or a list of them, as `Session.decode`.
-
-        Two options more: `agent` names the agent whose turn it is, for eviction by the step graph; `schema` names a
-        Prompt Cache schema of the server, and `header` is then a prompt in PML.
-        """
-        if _is_batch(header):
-            return self._submit("decode", header)
-        options |= dict(zip(("offsets", "new_offset"), args, strict=False))
-        return self._submit("decode", [{"header": header, "parents": parents, **options}])[0]
-
-    def _submit(self, kind: str, calls: Sequence[Mapping[str, Any]]) -> list[RemoteMessage]:
-        parents = [tuple(call.get("parents") or ()) for call in calls]
-        bodies = [_call_body(kind, call, its_parents) for call, its_parents in zip(calls, parents, strict=True)]
-        replies = self._request("POST", "/calls", {"calls": bodies})["messages"]
-        return [RemoteMessage(self, kind, p, reply) for p, reply in zip(parents, replies, strict=True)]
+    def _submit_calls(self, calls: list[Call]) -> list[RemoteMessage]:
+        parents = [tuple(call.parents) for call in calls]
+        bodies = [_call_body(call, its_parents) for call, its_parents in zip(calls, parents, strict=True)]
+        replies = self._request("POST", "/calls", {"calls": bodies})["messages"] if calls else []
+        kinds = [call.kind for call in calls]
+        return [RemoteMessage(self, *each) for each in zip(kinds, parents, replies, strict=True)]
 
     @property
     def usage(self) -> Usage:
@@ -312,42 +295,38 @@ class RemoteSession(ChatTurns):
         self.close()
 
 
-_CALL_NAMES = {"prefill": "tokens", "decode": "header"}
-
-_OPTIONS = ("offsets", "new_offset", "model", "kv_reuse", "repair", "agent", "schema", "labels", "clearance", "on_leak")
-
-
 def _token_logprob(item: Sequence[Any]) -> TokenLogprob:
     token, logprob, top, rank = item
     return TokenLogprob(token, logprob, dict(map(tuple, top)), rank)
 
 
-def _is_batch(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(call, Mapping) for call in value)
-
-
-def _call_body(kind: str, call: Mapping[str, Any], parents: Sequence[Any]) -> dict[str, Any]:
+def _call_body(call: Call, parents: Sequence[Any]) -> dict[str, Any]:
     """Return a call as JSON."""
-    options = {name: value for name, value in call.items() if name not in (_CALL_NAMES[kind], "parents")}
-    body: dict[str, Any] = {"kind": kind, "tokens": _prompt_body(call[_CALL_NAMES[kind]])}
+    options = dict(call.options)
+    fields = {name: options.pop(name) for name in SAMPLING_FIELDS if name in options}
+    sampling, footer = options.pop("sampling", SamplingParams()), options.pop("footer", None)
+    placement = {"offsets": call.offsets, "new_offset": call.new_offset}
+    body = {"kind": call.kind, "tokens": _prompt_body(call.prompt), **_json_body(placement | options)}
     body["parents"] = [_parent_body(parent) for parent in parents]
-    body |= _json_body({name: options.pop(name, None) for name in _OPTIONS})
-    if body.get("offsets") is not None:
-        body["offsets"] = list(body["offsets"])
-    if kind == "decode":
-        footer, forced = options.pop("footer", None), options.pop("forced_tokens", None)
-        sampling = replace(options.pop("sampling", SamplingParams()), **options)
-        body["sampling"] = asdict(sampling)
-        body |= {"footer": None if footer is None else _prompt_body(footer)}
-        body |= {"forced_tokens": None if forced is None else list(forced)}
-    elif options:
-        raise InvalidRequestError(f"{next(iter(options))}: no such argument of prefill")
+    if call.kind == "decode":
+        body["sampling"] = asdict(replace(sampling, **fields))
+        body["footer"] = None if footer is None else _prompt_body(footer)
     return body
 
 
 def _json_body(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that were given as JSON; the server checks them."""
-    return {name: sorted(v) if isinstance(v, set | frozenset) else v for name, v in options.items() if v is not None}
+    body = {}
+    for name, value in options.items():
+        if value is not None:
+            body[name] = sorted(value) if isinstance(value, (set, frozenset)) else value
+            try:
+                json.dumps(body[name])
+            except TypeError:
+                raise InvalidRequestError(
+                    f"{name}={value!r:.80}: a server takes JSON: use a number, a text or a list of them"
+                ) from None
+    return body
 
 
 def _prompt_body(prompt: Any) -> Any:

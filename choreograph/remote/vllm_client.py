@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..errors import ConfigError, RequestFailedError
 from ..outputs import TokenLogprob
 from ..utils import require
-from ..vllm.reuse_params import CONNECTOR_OPTION, VERSION
+from ..vllm.reuse_params import CONNECTOR_OPTION, VERSION, report_of, transfer_params
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Completion:
                 result.logprobs = _parse_logprobs(choice["logprobs"], num_logprobs)
         details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
         result.cached_tokens = details.get("cached_tokens") or 0
-        result.report = (reply.get("kv_transfer_params") or {}).get("choreograph")
+        result.report = report_of(reply)
         return result
 
 
@@ -197,7 +197,7 @@ def identity(salt: str | None, model: str) -> dict[str, Any]:
 
 def control_body(body: Mapping[str, Any], **params: Any) -> dict[str, Any]:
     """Return a request that generates one token, for what its parameters do."""
-    return {**body, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"choreograph": params}}
+    return {**body, "prompt": [0], "max_tokens": 1, **transfer_params(params)}
 
 
 def _check_status(reply: Any) -> None:

@@ -18,15 +18,14 @@ from ..events import EventBus
 from ..namespace import Client
 from ..outputs import BASE_MODEL, FinishReason, Usage
 from ..request.request import Request, RequestState, wrap_error
+from ..vllm.reuse_params import new_name, store_param, transfer_params
 from .vllm_client import Completion, ServerRefusedError, VllmClient, control_body, identity
 from .vllm_entries import (
     ContextPlan,
     MessageEntries,
     filled,
-    new_name,
     plan_context,
     sampling_body,
-    store_param,
     usage_of,
 )
 
@@ -468,7 +467,7 @@ class VllmCore:
         with self.lock:
             released = self._released.pop(namespace, [])
         body = {**identity(*namespace), "prompt": prompt, "return_token_ids": True, **fields}
-        body["kv_transfer_params"] = {"choreograph": {**params, **({"release": released} if released else {})}}
+        body |= transfer_params({**params, **({"release": released} if released else {})})
         if request.priority:
             body["priority"] = request.priority
         try:

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -91,16 +90,6 @@ class ContextPlan(NamedTuple):
     @property
     def num_reused(self) -> int:
         return sum(run.stop - run.start for run in self.runs if not run.is_computed)
-
-
-def new_name() -> str:
-    """Return a name that no other client guesses."""
-    return secrets.token_hex(12)
-
-
-def store_param(entry: str, start: int, stop: int | None) -> dict[str, Any]:
-    """Return a range of tokens to store; None for all computed ones."""
-    return {"entry": entry, "start": start, "stop": stop}
 
 
 def filled(run: ContextRun, entry: str | None) -> ContextRun:

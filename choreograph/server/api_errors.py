@@ -53,12 +53,15 @@ def overloaded(limit: int, what: str = "requests") -> ApiError:
     )
 
 
-def context_exceeded(num_prompt: int, num_output: int, limit: int, param: str) -> ApiError:
-    """Return the error of a field whose prompt is too long."""
+def context_exceeded(limit: int, param: str, sent: str) -> ApiError:
+    """Return the error of a field whose prompt is too long.
+
+    Args:
+        sent: what the client did, with its size.
+    """
     return ApiError(
         400,
-        f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt + num_output} tokens "
-        f"({num_prompt} in the prompt, {num_output} in the completion). Please reduce the length of either.",
+        f"This model's maximum context length is {limit} tokens. However, you {sent}. Please reduce the length.",
         param=param,
         code="context_length_exceeded",
     )
@@ -75,17 +78,6 @@ def hide_ids(text: str, names: Mapping[int, str]) -> str:
         return match[1] if name is None else f"{match[1]} {name}"
 
     return re.sub(r"(?<![\w'\"])(message|parent|KV entry) (\d{1,18})\b", replace, text)
-
-
-def prompt_too_long(limit: int, param: str, size: str) -> ApiError:
-    """Return the error of a field too long to be tokenized."""
-    return ApiError(
-        400,
-        f"This model's maximum context length is {limit} tokens. However, you sent {size}, which has more. "
-        "Please reduce its length.",
-        param=param,
-        code="context_length_exceeded",
-    )
 
 
 def to_api_error(exc: Exception, names: Mapping[int, str] | None = None) -> ApiError:

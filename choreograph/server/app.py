@@ -2,8 +2,9 @@
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,10 +21,11 @@ from ..api.engine import Engine
 from ..api.validation import check_tokens
 from ..errors import ChoreographError
 from ..version import __version__
-from .api_errors import ApiError, to_api_error
-from .limits import RequestSlots
+from .api_errors import ApiError, overloaded, to_api_error
+from .dashboard.dashboard_page import TabFactory, add_dashboard
+from .openai import chat_completions as chats
 from .openai import text_completions
-from .openai.chat_completions import ChatAnswer, prepare
+from .openai.answer_loop import AnswerEncoder, AnswerLoop, AnswerOptions
 from .openai.chat_messages import as_turn
 from .openai.event_stream import stream_events
 from .openai.protocol import (
@@ -36,11 +38,11 @@ from .openai.protocol import (
     continues_last,
     tool_dicts,
 )
-from .openai.response_store import ResponseStore
-from .openai.responses_api import ResponseAnswer, to_chat
-from .request_body import OPTION_CHARS, check_path, checked_route
+from .openai.responses_api import ResponseEncoder, ResponseStore, to_chat
+from .request_body import MAX_NAME_CHARS, check_path, checked_route
 from .reuse.agent_tracking import read_declaration
 from .reuse.remote_sessions import add_remote_routes
+from .running_request import GenerationSpec
 from .server_config import ServerConfig
 from .service import InferenceService
 
@@ -53,7 +55,7 @@ SESSION_PATHS = "/v1/choreograph/sessions/"
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
-WorkflowName = Annotated[str, Path(max_length=OPTION_CHARS)]
+WorkflowName = Annotated[str, Path(max_length=MAX_NAME_CHARS)]
 
 
 class ErrorDetail(BaseModel):
@@ -84,6 +86,34 @@ class AsciiJSONResponse(JSONResponse):
         return json.dumps(content, separators=(",", ":")).encode()
 
 
+class RequestSlots:
+    """Requests of each tenant that are being answered.
+
+    Used in the event loop.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit  # of one tenant
+        self._used: Counter[object] = Counter()
+
+    @contextmanager
+    def hold(self, key: object) -> Iterator[None]:
+        """Hold a slot of a tenant inside the block.
+
+        Raises:
+            ApiError: of status 429, if the tenant holds as many as it may.
+        """
+        if self._used[key] >= self._limit:
+            raise overloaded(self._limit)
+        self._used[key] += 1
+        try:
+            yield
+        finally:
+            self._used[key] -= 1
+            if not self._used[key]:
+                del self._used[key]
+
+
 class RequestGuard:
     """ASGI middleware: request ids, valid paths, and limits.
 
@@ -93,7 +123,7 @@ class RequestGuard:
     def __init__(self, app: ASGIApp, service: InferenceService) -> None:
         self._app, self._service = app, service
         self._max_body_bytes = service.config.max_body_bytes
-        self._slots = RequestSlots(service.share.requests)
+        self._slots = RequestSlots(service.share.max_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -144,16 +174,23 @@ class RequestGuard:
         return f"the body has more than {self._max_body_bytes} bytes: send a shorter one"
 
 
-def create_app(engine: Engine, config: ServerConfig | None = None, *, tracer_provider: Any = None) -> FastAPI:
+def create_app(
+    engine: Engine,
+    config: ServerConfig | None = None,
+    *,
+    tracer_provider: Any = None,
+    dashboard_tabs: Mapping[str, TabFactory] | None = None,
+) -> FastAPI:
     """Create the application that serves an engine.
 
     Args:
         tracer_provider: OpenTelemetry's; None: by `ServerConfig.otlp_traces_endpoint`.
+        dashboard_tabs: further tabs of the dashboard by title.
     """
-    return create_service_app(InferenceService(engine, config or ServerConfig(), tracer_provider))
+    return create_service_app(InferenceService(engine, config or ServerConfig(), tracer_provider), dashboard_tabs)
 
 
-def create_service_app(service: InferenceService) -> FastAPI:
+def create_service_app(service: InferenceService, dashboard_tabs: Mapping[str, TabFactory] | None = None) -> FastAPI:
     """Create the application of a service."""
     config = service.config
 
@@ -185,9 +222,7 @@ def create_service_app(service: InferenceService) -> FastAPI:
     _add_inference_routes(app, service)
     dashboard = None
     if config.dashboard:
-        from .dashboard.dashboard_page import add_dashboard
-
-        dashboard = add_dashboard(app, service)
+        dashboard = add_dashboard(app, service, dashboard_tabs or {})
     return app
 
 
@@ -210,7 +245,7 @@ def _add_status_routes(app: FastAPI, service: InferenceService) -> None:
     async def health() -> dict[str, str]:
         """Say whether the engine's thread runs."""
         if not service.thread.is_running:
-            raise ApiError(503, "the engine has stopped", type="service_unavailable")
+            raise ApiError(503, "the engine has stopped: start the server again", type="service_unavailable")
         return {"status": "ok"}
 
     @app.get("/ready", responses=ERRORS)
@@ -245,7 +280,7 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         return service.authenticate(request)
 
     tenant_of = Depends(authenticate)
-    store = ResponseStore(service.share.responses, service.share.response_bytes)
+    store = ResponseStore(service.share.max_stored_responses, service.share.max_stored_bytes)
     models = {"object": "list", "data": [_model_entry(service, name) for name in service.model_names]}
 
     @app.get("/v1/models", responses=ERRORS)
@@ -259,22 +294,35 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         service.resolve_model(model)
         return _model_entry(service, model)
 
+    async def answer(
+        request: Request,
+        body: ChatCompletionRequest | CompletionRequest | ResponsesRequest,
+        spec: GenerationSpec,
+        options: AnswerOptions,
+        create_encoder: Callable[[AnswerLoop], AnswerEncoder],
+    ) -> Response:
+        loop = AnswerLoop(service, service.submit(request, spec), options)
+        encoder = create_encoder(loop)
+        loop.running.name_response(encoder.id, body.model)
+        if body.stream:
+            return await stream_events(loop.events(encoder))
+        return AsciiJSONResponse(await loop.whole(encoder))
+
     @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat_completions(body: ChatCompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
         """Answer a chat."""
         service.start_span(request, "chat", body)
-        spec, parser_options = await service.work(tenant, request, partial(prepare, service, body, request, tenant))
-        answer = ChatAnswer(service, body, service.submit(request, spec), parser_options)
-        return await stream_events(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
+        prepare = partial(chats.prepare, service, body, request, tenant)
+        spec, options = await service.work(tenant, request, prepare)
+        return await answer(request, body, spec, options, lambda loop: chats.ChatEncoder(loop, body))
 
     @app.post("/v1/completions", responses=ERRORS)
     async def completions(body: CompletionRequest, request: Request, tenant: str = tenant_of) -> Response:
         """Continue prompts."""
         service.start_span(request, "text_completion", body)
-        prepare_spec = partial(text_completions.prepare_completion, service, body, request, tenant)
-        spec = await service.work(tenant, request, prepare_spec)
-        answer = text_completions.CompletionAnswer(service, body, service.submit(request, spec))
-        return await stream_events(answer.events()) if body.stream else AsciiJSONResponse(await answer.whole())
+        prepare = partial(text_completions.prepare, service, body, request, tenant)
+        spec, options = await service.work(tenant, request, prepare)
+        return await answer(request, body, spec, options, lambda loop: text_completions.CompletionEncoder(loop, body))
 
     @app.post("/v1/responses", responses=ERRORS)
     async def responses(body: ResponsesRequest, request: Request, tenant: str = tenant_of) -> Response:
@@ -284,25 +332,18 @@ def _add_inference_routes(app: FastAPI, service: InferenceService) -> None:
         if body.previous_response_id is not None:
             previous = store.get(tenant, body.previous_response_id, "previous_response_id")
 
-        def prepare_chat() -> tuple[Any, ...]:
+        def prepare() -> tuple[GenerationSpec, AnswerOptions, list[dict[str, Any]]]:
             chat, messages = to_chat(body, previous)
-            return *prepare(service, chat, request, tenant, param="input"), messages
+            return *chats.prepare(service, chat, request, tenant, param="input"), messages
 
-        spec, parser_options, messages = await service.work(tenant, request, prepare_chat)
-        running = service.submit(request, spec)
-        answer = ResponseAnswer(service, body, running, parser_options, messages)
-
+        spec, options, messages = await service.work(tenant, request, prepare)
+        keep = None if body.store is False else partial(store.add, tenant)
         num_bytes = len(await request.body())
 
-        def keep(response: dict[str, Any]) -> None:
-            if body.store is not False:
-                store.add(tenant, answer.stored(response, num_bytes))
+        def create_encoder(loop: AnswerLoop) -> AnswerEncoder:
+            return ResponseEncoder(loop, body, messages, keep, num_bytes)
 
-        if body.stream:
-            return await stream_events(answer.events(keep))
-        response = await answer.whole()
-        keep(response)
-        return AsciiJSONResponse(response)
+        return await answer(request, body, spec, options, create_encoder)
 
     @app.get("/v1/responses/{response_id}", responses=ERRORS)
     async def get_response(response_id: str, tenant: str = tenant_of) -> dict[str, Any]:

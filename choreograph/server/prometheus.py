@@ -38,7 +38,7 @@ class ServerMetrics:
         }
         self.stats: EngineStats | None = None  # of the latest scrape
         self.num_workflows = self.num_stored_tokens = 0
-        self.registry.register(_StatsCollector(self))
+        self.registry.register(self)
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         counter = self._client.Counter(f"choreograph:{name}", text, ["model_name", *labels], registry=self.registry)
@@ -74,9 +74,8 @@ class ServerMetrics:
 
     def observe_prompt(self, counts: SourceCounts) -> None:
         """Record where the tokens of one prompt came from."""
-        total = counts.cached + counts.computed
-        self._prompt_tokens.inc(total)
-        self._queries.inc(total)
+        self._prompt_tokens.inc(counts.total)
+        self._queries.inc(counts.total)
         self._hits.inc(counts.prefix)
         for source in SOURCES:
             self._source_tokens.labels(self._model_name, source).inc(getattr(counts, source))
@@ -87,8 +86,8 @@ class ServerMetrics:
         text: bytes = self._client.generate_latest(self.registry)
         return text
 
-    def gauges(self) -> Iterator[Any]:
-        """Yield the metrics of the engine's state."""
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics of the engine's state; called by the registry."""
         if self.stats is None:
             return
         stats, core = self.stats, require("prometheus_client.core", "serve")
@@ -101,36 +100,20 @@ class ServerMetrics:
         if stats.num_pages:  # of several replicas, none may answer
             used = 1 - stats.num_free_pages / stats.num_pages
             values["kv_cache_usage_perc"] = "Used share of the device's KV cache, 0 to 1.", used
-        for name, (text, value) in values.items():
-            gauge = core.GaugeMetricFamily(f"choreograph:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
+        events = {"num_preemptions": "preempted", "kv_cache_evictions": "evicted"}
+        events |= {"kv_cache_recomputations": "recomputing", "kv_cache_prefetches": "prefetch"}
+        counters = {name: (f"Events {event!r}.", stats.events.get(event, 0)) for name, event in events.items()}
+        counters["computed_tokens"] = "Tokens computed by the model.", stats.num_batched_tokens
+        for family, metrics in ((core.GaugeMetricFamily, values), (core.CounterMetricFamily, counters)):
+            for name, (text, value) in metrics.items():
+                metric = family(f"choreograph:{name}", text, labels=["model_name"])
+                metric.add_metric([self._model_name], value)
+                yield metric
         tiers = core.GaugeMetricFamily("choreograph:kv_cache_tokens", "Tokens by tier.", labels=["model_name", "tier"])
         for tier, tokens in stats.tier_tokens.items():
             tiers.add_metric([self._model_name, tier], tokens)
         yield tiers
-        counters = {"num_preemptions": "preempted", "kv_cache_evictions": "evicted"}
-        counters |= {"kv_cache_recomputations": "recomputing", "kv_cache_prefetches": "prefetch"}
-        for name, event in counters.items():
-            counter = core.CounterMetricFamily(f"choreograph:{name}", f"Events {event!r}.", labels=["model_name"])
-            counter.add_metric([self._model_name], stats.events.get(event, 0))
-            yield counter
-        computed = core.CounterMetricFamily(
-            "choreograph:computed_tokens", "Tokens computed by the model.", labels=["model_name"]
-        )
-        computed.add_metric([self._model_name], stats.num_batched_tokens)
-        yield computed
 
 
 def _between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
-
-
-class _StatsCollector:
-    """Collector that reads the engine's state of the latest scrape."""
-
-    def __init__(self, metrics: ServerMetrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Any]:
-        yield from self._metrics.gauges()

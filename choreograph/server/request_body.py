@@ -8,14 +8,15 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import Field
 
-from .api_errors import ApiError, prompt_too_long, to_api_error
+from .api_errors import ApiError, context_exceeded, to_api_error
 
 MAX_CONTAINERS = 1 << 16  # objects and lists of one body
 MAX_VALUES = 1 << 20  # members and elements of one body, such as token ids
@@ -25,8 +26,21 @@ CONTEXT_FIELDS = ("messages", "input", "tools", "prompt", "tokens")  # lists who
 MAX_KEYS = 1 << 13  # of one object
 MAX_DEPTH = 128  # of nested objects and lists
 
-OPTION_CHARS = 256  # of a header that names something
+MAX_NAME_CHARS = 256  # of workflows, agents and labels, also in headers
 OPTION_HEADERS = re.compile("x-choreography-.*|x-claude-code-session-id|thread-id|x-session-id|x-dynamo-session-id")
+
+MAX_LABELS = 64  # of one request, session or call
+
+MAX_TOP_LOGPROBS = 20
+
+T = TypeVar("T")
+
+# the first invalid item is the error: a million of them would each take the interpreter's lock for a microsecond
+Items = Annotated[list[T], Field(fail_fast=True)]
+
+LabelNames = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]], Field(fail_fast=True, max_length=MAX_LABELS)
+]
 
 _CHUNK = 1 << 20  # bytes that are counted at once
 
@@ -116,6 +130,16 @@ def _elements(value: list[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"[{index}]", item) for index, item in enumerate(value) if isinstance(item, (str, dict, list)))
 
 
+def walk(root: Any) -> Iterator[tuple[int, Any]]:
+    """Yield every value of parsed JSON with its depth, without recursion."""
+    stack = [(0, root)]
+    while stack:
+        depth, value = stack.pop()
+        yield depth, value
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        stack += [(depth + 1, child) for child in children]
+
+
 def check_text(text: str, param: str | None) -> None:
     """Refuse a text with unpaired surrogates or NUL.
 
@@ -147,10 +171,10 @@ def check_path(raw_path: bytes) -> None:
 def check_headers(request: Request) -> None:
     """Refuse too long names in headers."""
     for name, value in request.headers.items():
-        if OPTION_HEADERS.fullmatch(name) and len(value) > OPTION_CHARS:
+        if OPTION_HEADERS.fullmatch(name) and len(value) > MAX_NAME_CHARS:
             raise ApiError(
                 400,
-                f"{name} has {len(value)} characters: use at most {OPTION_CHARS}",
+                f"{name} has {len(value)} characters: use at most {MAX_NAME_CHARS}",
                 param=name,
                 code="invalid_value",
             )
@@ -191,7 +215,7 @@ def _read_body(body: bytes, field: Any, max_items: int) -> Any:
     parsed = parse_body(body)
     for name, items in parsed.items() if isinstance(parsed, dict) else ():
         if name in CONTEXT_FIELDS and isinstance(items, list) and len(items) > max_items:
-            raise prompt_too_long(max_items, name, f"{len(items):,} items")
+            raise context_exceeded(max_items, name, f"sent {len(items):,} items, which have more")
     value, errors = field.validate(parsed, {}, loc=("body",))
     if errors:
         raise to_api_error(RequestValidationError(errors, body=parsed))

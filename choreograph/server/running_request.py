@@ -6,7 +6,10 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from fastapi import Request
+from jaxtyping import Bool
+from torch import Tensor
 
 from ..api.message import Message
 from ..errors import RequestFailedError
@@ -18,7 +21,6 @@ from .api_errors import ApiError
 from .dashboard.request_log import RequestRecord
 from .engine_thread import ChoiceUpdate, Generation
 from .openai.chat_prompt import ChatPrompt
-from .resumption import ForcedPrefix, SentAnswer
 from .reuse.agent_tracking import AgentStep
 from .reuse.answer_plan import Answer, Plan, SourceCounts
 from .reuse.message_store import WorkflowKey
@@ -29,6 +31,39 @@ from .tracing import RequestSpan
 
 if TYPE_CHECKING:
     from .service import InferenceService
+
+
+@dataclass(frozen=True)
+class SentAnswer:
+    """What a client has received of one answer."""
+
+    token_ids: Sequence[int] = ()  # in order
+    num_chars: int = 0  # of their text
+    is_complete: bool = False
+
+
+class ForcedPrefix:
+    """`TokenMask` that allows the sent tokens first, then what `mask` allows.
+
+    A forced token takes its number of the random generator, and penalties and stop strings see it,
+    as if it had been sampled: the tokens after it are those that the first engine would have sampled.
+    """
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int, mask: TokenMask | None = None) -> None:
+        self._tokens, self._vocab_size, self._mask = tokens, vocab_size, mask
+        self._position = 0
+
+    def allowed(self) -> Bool[Tensor, " V"]:
+        if self._position < len(self._tokens):
+            result = torch.zeros(self._vocab_size, dtype=torch.bool)
+            result[self._tokens[self._position]] = True
+            return result
+        return torch.ones(self._vocab_size, dtype=torch.bool) if self._mask is None else self._mask.allowed()
+
+    def advance(self, token: int) -> None:
+        self._position += 1
+        if self._mask is not None:
+            self._mask.advance(token)
 
 
 @dataclass(frozen=True)
@@ -126,23 +161,17 @@ class RunningRequest:
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts, and ours."""
         counts, spec = self.counts, self.spec
-        num_prompt, num_generated = counts.cached + counts.computed, sum(self.num_generated)
+        num_generated = sum(self.num_generated)
         return {
-            "prompt_tokens": num_prompt,
+            "prompt_tokens": counts.total,
             "completion_tokens": num_generated,
-            "total_tokens": num_prompt + num_generated,
+            "total_tokens": counts.total + num_generated,
             "prompt_tokens_details": {"cached_tokens": counts.cached},
             "choreography": {
                 "reuse": spec.reuse,
                 "workflow": spec.key.workflow,
                 "agent": spec.agent,
-                "prefix_tokens": counts.prefix,
-                "message_tokens": counts.message,
-                "quoted_tokens": counts.quoted,
-                "remote_tokens": counts.remote,
-                "other_model_tokens": counts.other_model,
-                "computed_tokens": counts.computed,
-                "repaired_tokens": counts.repaired,
+                **counts.fields(),
             },
         }
 

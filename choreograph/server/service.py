@@ -19,7 +19,6 @@ from ..outputs import BASE_MODEL, EngineStats
 from .api_errors import ApiError, context_exceeded
 from .dashboard.request_log import RequestLog
 from .engine_thread import EngineThread
-from .limits import TenantShare
 from .openai.chat_prompt import ChatPrompt, ChatRenderer
 from .openai.protocol import ChoreographyOptions
 from .openai.token_text import TokenBytes
@@ -59,10 +58,10 @@ class InferenceService:
         self.engine, self.config = engine, config
         self.thread = EngineThread(engine, config.max_prefill_tokens)
         self.pool = WorkPool()
-        share = self.share = TenantShare.of(config)
-        store = MessageStore(engine, share.workflow_tokens, config.shadow_calls, share.workflows)
+        share = self.share = config.tenant_share
+        store = MessageStore(engine, share.max_workflow_tokens, config.shadow_calls, share.max_workflows)
         self.planner = ReusePlanner(engine, store)
-        self.schemas = SchemaStore(engine, self.share.schemas)
+        self.schemas = SchemaStore(engine, share.max_schemas)
         self.renderer = ChatRenderer(engine.chat)
         self.model_name = config.served_model_name or engine.model_info.name
         self.metrics = ServerMetrics(self.model_name)
@@ -106,7 +105,9 @@ class InferenceService:
     def check_ready(self) -> None:
         """Raise an error unless new requests are accepted."""
         if self.is_draining or not self.thread.is_running:
-            raise ApiError(503, "the server is shutting down", type="service_unavailable")
+            raise ApiError(
+                503, "the server is shutting down: send the request to another one", type="service_unavailable"
+            )
 
     async def stats(self) -> EngineStats:
         """Return the engine's state; waits for no step."""
@@ -215,13 +216,19 @@ class InferenceService:
         length = max(len(prompt.tokens) + len(prompt.footer) for prompt in prompts)
         available = self.max_model_len - length
         if available < (requested or 1):
-            raise context_exceeded(length, requested or 1, self.max_model_len, param)
+            raise self.too_long(length, requested, param)
         if requested is not None or self.config.max_tokens is None:
             return requested
         # every part of a context ends in a page of its own
         num_parts = max(len(prompt.segments) for prompt in prompts) + 3
         available = max(1, min(available, self._capacity - length - num_parts * self._page_size))
         return min(self.config.max_tokens, available)
+
+    def too_long(self, num_prompt: int, requested: int | None, param: str) -> ApiError:
+        """Return the error of a prompt that leaves no place for its answer."""
+        total, output = num_prompt + (requested or 1), requested or 1
+        parts = f"requested {total} tokens ({num_prompt} in the prompt, {output} in the completion)"
+        return context_exceeded(self.max_model_len, param, parts)
 
     def fit_pages(self, prompt: ChatPrompt, num_generated: int) -> ChatPrompt:
         """Return a chat whose messages fit into the cache's pages.
@@ -272,5 +279,5 @@ class InferenceService:
         num_choices = spec.num_answers * len(spec.prompts)
         if num_choices > self.config.max_choices:
             raise InvalidRequestError(f"n: {num_choices} answers in one request: use at most {self.config.max_choices}")
-        if spec.constraint is not None and spec.sampling.min_tokens:
-            raise InvalidRequestError("min_tokens: a grammar decides where an answer ends; leave it out")
+        if spec.constraint is not None and (length := spec.sampling.min_tokens):
+            raise InvalidRequestError(f"min_tokens={length}: a grammar decides where an answer ends; leave it out")

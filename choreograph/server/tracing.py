@@ -63,19 +63,8 @@ class RequestSpan:
             ended = [reason for reason in finish_reasons if reason is not None]
             self.set({"gen_ai.response.finish_reasons": ended or None, "gen_ai.usage.output_tokens": num_generated})
         if counts is not None:
-            self.set(
-                {
-                    "gen_ai.usage.input_tokens": counts.cached + counts.computed,
-                    "gen_ai.usage.cache_read.input_tokens": counts.cached,
-                    "choreograph.usage.prefix_tokens": counts.prefix,
-                    "choreograph.usage.message_tokens": counts.message,
-                    "choreograph.usage.quoted_tokens": counts.quoted,
-                    "choreograph.usage.remote_tokens": counts.remote,
-                    "choreograph.usage.other_model_tokens": counts.other_model,
-                    "choreograph.usage.computed_tokens": counts.computed,
-                    "choreograph.usage.repaired_tokens": counts.repaired,
-                }
-            )
+            usage = {"gen_ai.usage.input_tokens": counts.total, "gen_ai.usage.cache_read.input_tokens": counts.cached}
+            self.set(usage | {f"choreograph.usage.{name}": number for name, number in counts.fields().items()})
         if self.timing is not None:
             self.set(
                 {

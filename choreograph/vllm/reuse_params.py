@@ -1,5 +1,6 @@
 """What a request and its answer say about reuse: `kv_transfer_params["choreograph"]`."""
 
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -86,6 +87,27 @@ class ReuseParams(_Params):
         if self.is_explicit and self.mode not in (None, "spans"):
             raise ValueError(f"mode={self.mode!r} ignores spans and store: use 'spans', or leave them out")
         return self
+
+
+def new_name() -> str:
+    """Return a name of an entry that no other client guesses."""
+    return secrets.token_hex(16)
+
+
+def store_param(entry: str, start: int, stop: int | None) -> dict[str, Any]:
+    """Return a range of tokens to store; None for all computed ones."""
+    return {"entry": entry, "start": start, "stop": stop}
+
+
+def transfer_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of a request that asks for reuse, for clients of the connector."""
+    return {"kv_transfer_params": {FIELD: dict(params)}}
+
+
+def report_of(answer: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the connector says in an answer; None if nothing."""
+    report: dict[str, Any] | None = (answer.get("kv_transfer_params") or {}).get(FIELD)
+    return report
 
 
 def parse_params(params: Any) -> ReuseParams:

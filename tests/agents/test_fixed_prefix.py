@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import tiny_models
-from helpers.inspect_engine import inspect
+from helpers.inspect_engine import fixed_prefix_hashes, inspect
 
 from choreograph import SamplingParams
 from choreograph.agents import StepGraph, Workflow
@@ -157,7 +157,7 @@ def test_a_slice_marked_in_a_prefix_mode_prompt_ends_its_fixed_part():
             intro, role = s.prefill([1] * 10), s.prefill(start_of(0, 30))
             team.mark_fixed("a", [role[0:14]])
             s.decode([50], [intro, role], sampling=BRIEF).result()
-        (key,) = team.fixed_prefix_hashes("a")
+        (key,) = fixed_prefix_hashes(team, "a")
         (entry,) = inspect(engine).cache_manager.entries_with(key)
         assert inspect(engine).cache_manager.fixed_parts.ends(entry) == {24: {key}}
 

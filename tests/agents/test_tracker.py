@@ -6,12 +6,12 @@ import threading
 
 import pytest
 from helpers import tiny_models
-from helpers.call_counts import count_calls
 from helpers.hypothesis_profile import many
-from helpers.inspect_engine import inspect
+from helpers.inspect_engine import fixed_prefix_hashes, inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.host_work import count_calls
 from choreograph import SamplingParams
 from choreograph.agents import StepGraph, TransitionStats, Workflow
 from choreograph.api.concurrency import run_concurrently
@@ -123,11 +123,11 @@ def test_a_fixed_part_is_guessed_from_what_is_seen_twice():
     engine = tiny_models.engine()
     with engine.session(seed=0) as s, Workflow(s) as team:
         for turn in range(3):
-            assert len(team.fixed_prefix_hashes("a")) == (turn >= 2)
+            assert len(fixed_prefix_hashes(team, "a")) == (turn >= 2)
             with team.agent("a"):
                 s.decode([1], [s.prefill([5, 6]), s.prefill([7, turn])], sampling=BRIEF).result()
-        assert team.fixed_prefix_hashes("a") == [
-            inspect(engine).cache_manager.lookup(k).content_hash for k in team.fixed_prefix_hashes("a")
+        assert fixed_prefix_hashes(team, "a") == [
+            inspect(engine).cache_manager.lookup(k).content_hash for k in fixed_prefix_hashes(team, "a")
         ]
 
 
@@ -331,7 +331,7 @@ def test_what_was_taken_for_fixed_is_given_up_when_the_agent_no_longer_sees_it()
                 for name, role in roles.items():
                     with team.agent(name):
                         s.decode([3], [role, task], sampling=BRIEF).result()
-            assert all(len(team.fixed_prefix_hashes(name)) == 2 for name in roles)
+            assert all(len(fixed_prefix_hashes(team, name)) == 2 for name in roles)
             task.release()
 
 
@@ -343,10 +343,10 @@ def test_marks_stand_while_what_they_name_is_seen():
             with team.agent("a") as agent:
                 own = agent.prefill_fixed([5 + number] * 8)
                 s.decode([3], [shared, own], sampling=BRIEF).result()
-            assert len(team.fixed_prefix_hashes("a")) == 2
+            assert len(fixed_prefix_hashes(team, "a")) == 2
         with team.agent("a"):
             s.decode([3], [old], sampling=BRIEF).result()
-        assert not team.fixed_prefix_hashes("a")
+        assert not fixed_prefix_hashes(team, "a")
 
 
 def test_events_tell_every_hit_miss_and_eviction_and_why():
@@ -427,7 +427,7 @@ def test_steps_may_be_replaced_between_turns():
             s.decode([2], [role], max_tokens=2).result()
         team.set_steps({"a": 3, "b": None})
         assert team.steps == {"a": 3, "b": math.inf}
-        (key,) = team.fixed_prefix_hashes("a")
+        (key,) = fixed_prefix_hashes(team, "a")
         assert inspect(engine).hints.steps_to_execution.get(key) == 3
         with pytest.raises(GraphError, match="steps of agent 'a'"):
             team.set_steps({"a": -1})

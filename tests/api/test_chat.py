@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from choreograph import Engine, SamplingParams, Turn
 from choreograph.api.chat import ChatTemplate
 from choreograph.errors import ConfigError, InvalidTokensError, SamplingError
+from choreograph.models import template_sandbox
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -331,19 +332,37 @@ def test_a_template_that_drops_a_lone_system_turn_folds_it(tokenizer, front):
         "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
         "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
         "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(40) %}{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}",
+        "{% for i in range(3) recursive %}{{ loop(range(10**5)) }}{% endfor %}",
+        "{% for i in range(10**5) %}{{ range(10**5) | sum }}{% endfor %}",
+        "{{ '%*d' % (10**10, 1) }}",
+        "{% set n = namespace(x=3) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{% set t %}{% for i in range(10**4) %}{{ 'a' * 10**6 }}{% endfor %}{% endset %}",
+        "{% set t %}{% for i in range(10**5) %}" + "a" * 10**4 + "{% endfor %}{% endset %}",
     ],
 )
-def test_a_template_that_would_run_for_hours_is_refused(tokenizer, template):
+def test_a_template_that_would_run_for_hours_is_refused(tokenizer, template, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.3)
     chat = ChatTemplate(with_template(tokenizer, template))
     with pytest.raises(ConfigError, match="the chat template"):
         chat.encode(Turn("user", "Hello there"), opening=True)
 
 
-def test_an_engine_with_a_template_that_loops_refuses_its_turns_and_serves_tokens(tokenizer):
+@pytest.mark.parametrize(
+    "expression",
+    ["raise_exception.__globals__.keys()", "messages.__class__.__mro__", "messages.append(1)", "namespace(_a=1)"],
+)
+def test_a_template_reaches_neither_the_interpreter_nor_the_messages(tokenizer, expression):
+    chat = ChatTemplate(with_template(tokenizer, f"{{{{ {expression} | length }}}}"))
+    with pytest.raises(template_sandbox.ChatRejectedError):
+        chat.render([{"role": "user", "content": "Hello there"}])
+
+
+def test_an_engine_with_a_template_that_loops_refuses_its_turns_and_serves_tokens(tokenizer, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.1)
     looping = "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}"
     model = tiny_models.build(vocabulary=len(tokenizer) + 64)
     with Engine.from_pretrained(model, tokenizer=with_template(tokenizer, looping)).session(seed=1) as session:
-        with pytest.raises(ConfigError, match="iterations"):
+        with pytest.raises(ConfigError, match="runs longer"):
             session.prefill(session.user("Hello"))
         assert len(session.decode([5], sampling=SamplingParams(max_tokens=3, ignore_eos=True)).output_token_ids) == 3
         assert session.decode([5], sampling=SamplingParams(max_tokens=3)).result().done

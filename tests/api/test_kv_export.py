@@ -237,18 +237,51 @@ def test_a_snapshot_is_saved_and_loaded(tmp_path):
         assert session.import_kv([1, 2, 3, 4], loaded).usage.computed_tokens == 0
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "other format", "absent"])
-def test_a_damaged_snapshot_file_is_refused(damage, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("truncated", "truncated"),
+        ("flipped", "checksum of layer 1 differs"),
+        ("empty", "truncated"),
+        ("other format", "no format, this version reads 'choreograph-kv-2': remove it and export"),
+        ("older format", "format 'choreograph-kv-1', this version reads 'choreograph-kv-2': remove it and export"),
+        ("absent", "No such file"),
+    ],
+)
+def test_a_damaged_snapshot_file_is_refused(damage, says, tmp_path):
     file = tmp_path / "message.safetensors"
     with tiny_models.engine().session() as session:
         session.prefill([1, 2, 3, 4]).export_kv().save(file)
     content = file.read_bytes()
     if damage == "flipped":
-        content = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+        content = content[:-13] + bytes([content[-13] ^ 1]) + content[-12:]
     file.write_bytes({"truncated": content[:-9], "empty": b""}.get(damage, content))
     if damage == "other format":
-        save_file({"x": torch.zeros(1)}, file)
+        save_file({"x": torch.zeros(9)}, file)
+    if damage == "older format":
+        save_file({"layers.0.keys": torch.zeros(9)}, file, {"format": "choreograph-kv-1", "base_position": "0"})
     if damage == "absent":
         file.unlink()
-    with pytest.raises(CacheFileError, match=str(file)):
+    with pytest.raises(CacheFileError, match=f"{file}.*{says}"):
         KVSnapshot.load(file)
+
+
+def test_a_snapshot_that_has_changed_is_not_saved(engine, tmp_path):
+    file = tmp_path / "message.safetensors"
+    with engine.session() as session:
+        snapshot = session.prefill(TOKENS).export_kv()
+    snapshot.save(file)
+    content = file.read_bytes()
+    for changed, says in (
+        (flipped(snapshot, 1, 0), "damaged, its checksum differs: export it again"),
+        (snapshot._replace(base_position=3), "damaged"),
+        (snapshot._replace(base_position=-1), "base_position.*use what Message.export_kv gave"),
+        (snapshot._replace(layers=[]), "use what Message.export_kv gave"),
+        (snapshot._replace(layers=[(k, v.half()) for k, v in snapshot.layers]), "torch.float16.*use what"),
+        (snapshot._replace(layers=[(k.long(), v.long()) for k, v in snapshot.layers]), "torch.int64.*use what"),
+    ):
+        with pytest.raises(InvalidRequestError, match=says):
+            changed.save(file)
+        assert file.read_bytes() == content and [*tmp_path.iterdir()] == [file]
+    snapshot._replace(checksum=None).save(file)
+    assert KVSnapshot.load(file).checksum == snapshot.checksum

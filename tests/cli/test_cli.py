@@ -9,10 +9,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from helpers.command_line import app
 from rich.console import Console
 from typer.testing import CliRunner
 
-from choreograph.cli.main import app, main
+from choreograph.cli.main import run_app
 from choreograph.console import make_console, print_table
 from choreograph.errors import ConfigError, ModelError
 from choreograph.lab.commands.demo import run_demo
@@ -204,7 +205,7 @@ def test_a_turn_that_is_dropped_is_a_line_of_json_too(talker_folder):
 )
 def test_an_error_is_one_line_and_no_traceback(arguments, words, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(lambda: app(arguments, standalone_mode=False))
+        run_app(lambda: app(arguments, standalone_mode=False))
     assert stopped.value.code == 1
     said = capsys.readouterr().err
     assert all(word in said for word in words)
@@ -235,7 +236,7 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line(arguments, said, caps
     (tmp_path / "g.yaml").write_text("agents:\n  a:\n  b: a\n")
     (tmp_path / "broken.py").write_text("x = 1\ndef run(p, task\n")
     with pytest.raises(SystemExit) as stopped:
-        main(lambda: app(arguments.split(), standalone_mode=False))
+        run_app(lambda: app(arguments.split(), standalone_mode=False))
     assert stopped.value.code == 1
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
@@ -252,7 +253,7 @@ def test_a_path_is_not_broken_in_a_pipe(tmp_path, capsys, talker_folder):
     (tmp_path / "g.yaml").write_text("agents:\n  a:\n")
     for path in (tmp_path / ("long " * 30) / "g.yaml", tmp_path / "no" / ("x" * 90)):
         with pytest.raises(SystemExit):
-            main(lambda path=path: app(["step-graph", "show", str(path)], standalone_mode=False))
+            run_app(lambda path=path: app(["step-graph", "show", str(path)], standalone_mode=False))
         assert str(path) in capsys.readouterr().err
     (tmp_path / "s.pml").write_text('<schema name="s"><module name="a">hello</module></schema>')
     picture = tmp_path / ("long " * 30) / "x.svg"
@@ -318,7 +319,7 @@ def test_errors_of_files_are_one_line(problem, said, capsys):
         raise problem
 
     with pytest.raises(SystemExit):
-        main(command)
+        run_app(command)
     told = capsys.readouterr().err
     assert told.startswith(f"error: {said}") and told.count("\n") == 1
 
@@ -349,7 +350,7 @@ def test_characters_that_the_output_has_no_code_for_are_replaced(talker_folder):
 
 def test_a_line_that_holds_half_a_character_is_dropped_alone(talker_folder, monkeypatch):
     lines = iter(["hi", "h\udce9llo", "there", ""])
-    monkeypatch.setattr("choreograph.cli.main._read_line", lambda console: next(lines))
+    monkeypatch.setattr("choreograph.cli.engine_commands._read_line", lambda console: next(lines))
     result = runner.invoke(app, ["chat", "--model", talker_folder, "--max-tokens", "4", "--json"])
     said = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
     assert result.exit_code == 0 and ["error" in one for one in said] == [False, True, False]

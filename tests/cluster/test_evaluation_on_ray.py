@@ -9,20 +9,20 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from helpers.command_line import app
 from helpers.live_server import make_engine
 from ray import cloudpickle
 from typer.testing import CliRunner
 
 from choreograph import SamplingParams
-from choreograph.cli import common
-from choreograph.cli.main import app
 from choreograph.console import make_console
 from choreograph.errors import ConfigError
 from choreograph.lab.evaluation.datasets import Example, make_games
+from choreograph.lab.evaluation.experiment import Experiment, describe_engine
 from choreograph.lab.evaluation.ray_workers import EngineWorker, RayWorkers
 from choreograph.lab.evaluation.report import bench
 from choreograph.lab.evaluation.run_dir import RunDirectory
-from choreograph.lab.evaluation.runner import describe_engine, evaluate_conditions, make_run_config
+from choreograph.lab.evaluation.runner import evaluate_conditions
 from choreograph.lab.training import collect_traces, load_traces
 from choreograph.lab.workflows import Condition, conditions_of, find
 
@@ -44,14 +44,9 @@ def workers(ray_nodes, talker, talker_folder):
 
 def evaluate(engine, folder, workers=None, on_done=lambda condition, record: None, examples=None):
     examples, options = examples or make_games(8), {"strategy": "defect", "rounds": 1}
-    settings = make_run_config(
-        engine, "prisoners_dilemma", GAME, examples, CONDITIONS, sampling=SAMPLING, seed=0, options=options
-    )
-    run_dir = RunDirectory(folder, settings)
-    return evaluate_conditions(
-        engine, GAME, examples, CONDITIONS, run_dir,
-        sampling=SAMPLING, options=options, on_done=on_done, workers=workers,
-    )  # fmt: skip
+    experiment = Experiment("prisoners_dilemma", GAME, CONDITIONS, SAMPLING, options=options)
+    run_dir = RunDirectory(folder, experiment.settings(engine, examples))
+    return evaluate_conditions(engine, experiment, examples, run_dir, on_done=on_done, workers=workers)
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +87,9 @@ def kill_process(wf, task):
 def test_only_the_example_that_ends_its_worker_fails(talker, workers, tmp_path):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
     examples = [Example(str(number), "text", "bad" if number == 0 else "good") for number in range(8)]
-    records = evaluate_conditions(
-        talker, kill_process, examples, {"baseline": Condition("prefix")}, RunDirectory(tmp_path, {}),
-        sampling=SAMPLING, workers=workers,
-    )["baseline"]  # fmt: skip
+    experiment = Experiment("kill_process", kill_process, {"baseline": Condition("prefix")}, SAMPLING)
+    run_dir = RunDirectory(tmp_path, {})
+    records = evaluate_conditions(talker, experiment, examples, run_dir, workers=workers)["baseline"]
     assert [record["id"] for record in records if "answer" in record] == list("1234567")
     assert "its worker ended twice" in records[0]["error"]
 
@@ -154,7 +148,7 @@ def test_the_commands_run_own_workflows_on_ray(workers, talker_folder, tmp_path,
         assert result.exit_code == 0, result.output
         reports.append(json.loads((out / "report.json").read_text()))
     assert reports[0] == reports[1]
-    monkeypatch.setattr(common, "open_ray_workers", lambda *_: nullcontext(workers))
+    monkeypatch.setattr(options, "open_ray_workers", lambda *_: nullcontext(workers))
     result = CliRunner().invoke(app, ["trace", *given, "--out", str(tmp_path / "traces"), "--ray", "auto"])
     assert "4 traces" in result.output and len(load_traces(tmp_path / "traces")[1]) == 4
     result = CliRunner().invoke(app, ["bench", *given, "--out", str(tmp_path / "bench"), "--json", "--ray", "auto"])
@@ -163,11 +157,11 @@ def test_the_commands_run_own_workflows_on_ray(workers, talker_folder, tmp_path,
 
 @pytest.mark.slow
 def test_errors_of_a_worker_are_those_of_one_process(talker, workers, tmp_path):
+    experiment = Experiment("prisoners_dilemma", GAME, CONDITIONS, SAMPLING)
     with pytest.raises(ConfigError, match="max_programs=0"):
         evaluate_conditions(
-            talker, GAME, make_games(1), CONDITIONS, RunDirectory(tmp_path, {}),
-            sampling=SAMPLING, workers=workers, concurrency=0,
-        )  # fmt: skip
+            talker, experiment, make_games(1), RunDirectory(tmp_path, {}), workers=workers, concurrency=0
+        )
 
 
 def test_workers_without_ray_are_refused():

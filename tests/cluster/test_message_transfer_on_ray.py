@@ -11,7 +11,7 @@ from ray import serve
 
 from choreograph.cluster.message_transfer import MessageQuery
 from choreograph.cluster.routing import RouteRequest
-from choreograph.cluster.sent_messages import ArrivingMessage
+from choreograph.kv_cache.container import Header
 
 pytestmark = pytest.mark.slow
 
@@ -57,13 +57,12 @@ async def test_layers_pass_through_ray_in_groups(ray_cluster):
     handle = serve.get_deployment_handle("engine", "choreograph").options(method_name="export", stream=True)
     query = MessageQuery(RouteRequest(pinned=source), spec.key, contents, group_bytes=1)
     first, *groups = [group async for group in handle.remote(query)]
-    arriving = [ArrivingMessage(message) for message in first.messages]
-    assert [message.tokens for message in first.messages] == [list(tokens) for tokens in contents]
+    header = Header.parse(first.header, "what came", "")
+    assert [entry.tokens for entry in header.entries] == [list(tokens) for tokens in contents]
     for number, group in enumerate([first, *groups]):
-        assert [(layer.message, layer.layer) for layer in group.layers] == [(0, number), (1, number)]
-        for layer in group.layers:
-            arriving[layer.message].verify(layer)
-    assert groups and not any(group.messages for group in groups)
+        infos = [header.blocks[header.verify(block).number] for block in group.blocks]
+        assert [(info.entry, info.layer) for info in infos] == [(0, number), (1, number)]
+    assert groups and not any(group.header for group in groups)
 
 
 async def test_a_replica_that_dies_while_it_is_asked_for_messages_ends_in_computing(ray_cluster):

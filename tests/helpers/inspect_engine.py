@@ -9,6 +9,7 @@ from functools import singledispatch
 from typing import Any
 
 from choreograph import Engine, Message
+from choreograph.agents import Workflow
 from choreograph.core.core import EngineCore
 from choreograph.core.scheduler import Scheduler
 from choreograph.execution.model_runner import ModelRunner
@@ -263,3 +264,8 @@ def _(subject: Engine) -> EngineView:
 @inspect.register
 def _(subject: Message) -> MessageView:
     return MessageView(subject._request)
+
+
+def fixed_prefix_hashes(workflow: Workflow, agent: str) -> list[bytes]:
+    """Return the hashes of an agent's fixed messages, or of its prompt's start."""
+    return list(workflow._fixed[agent].resolve()) if agent in workflow._fixed else []

@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from choreograph import CacheConfig, Engine, EngineConfig
+from choreograph.lab.playground import open_playground
 from choreograph.server.app import create_app
 from choreograph.server.server_config import ServerConfig
 
@@ -52,7 +53,8 @@ def make_engine(
 def serving(engine: Engine, *, tracer_provider: Any = None, **options: Any) -> Iterator[LiveServer]:
     """Serve an engine; its invariants and those of the stored messages are checked at the end."""
     config = ServerConfig(**{"served_model_name": "tiny", "max_tokens": 24} | options)
-    app = create_app(engine, config, tracer_provider=tracer_provider)
+    tabs = {"Playground": open_playground}
+    app = create_app(engine, config, tracer_provider=tracer_provider, dashboard_tabs=tabs)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -8,6 +8,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from choreograph.kv_cache.container import EntryInfo, Header
+from choreograph.layer_reuse.transport import Channel, receive_header, send_details, send_header
+
 CONTEXT = [5, 9, 17, 3, 44, 21, 8, 30, 2, 11]
 BELOW = [12, 13, 14]
 
@@ -56,40 +59,32 @@ def chain(rank: int) -> None:
 
 def faulty(kind: str, facts: dict) -> None:
     """Knows the protocol well enough to break it."""
-    receive_json(), send_json(facts)
-    request = receive_json()
-    shape, count = [len(CONTEXT), 2, 16], len(CONTEXT) * 2 * 16 * 4
-    tensors = [[layer, what, shape] for layer in request["keys"] for what in ("keys", "values")]
+    channel = Channel(1)
+    receive_header(channel), send_details(channel, **facts)()
+    request = receive_header(channel).details
+    keys = [(layer, what) for layer in request["keys"] for what in ("keys", "values")]
+    shapes = dict.fromkeys(keys, (len(CONTEXT), 2, 16))
     if kind == "lies":
-        tensors[0][2] = [len(CONTEXT), 2, 8]
+        shapes[keys[0]] = (len(CONTEXT), 2, 8)
     if kind == "leaves out":
-        del tensors[-1]
-    answer = {"start": 0, "dtype": "torch.float32", "tensors": tensors}
+        del shapes[keys[-1]], shapes[keys[-2]]
+    model_hash = "other" if kind == "has another model" else facts["fingerprint"]
+    name = "other" if kind == "has another context" else request["name"]
+    header = Header([EntryInfo(shapes=shapes, model_hash=model_hash, content_hash=name)], torch.float32)
     if kind == "mumbles":
         dist.send(torch.tensor([7]), 1)
-        dist.send(torch.full((7,), 255, dtype=torch.uint8), 1)
+        dist.send(torch.full((15,), 255, dtype=torch.uint8), 1)
         time.sleep(30)
-    send_json(answer)
-    if kind in ("lies", "leaves out"):
+    send_header(channel, header)()
+    if kind not in ("dies", "stalls", "flips a bit"):
         time.sleep(30)
-    dist.send(torch.zeros(count, dtype=torch.uint8), 1)
-    if kind == "stalls":
+    frame = header.seal_frame(0, lambda kind, tensor: tensor.zero_())
+    if kind == "flips a bit":
+        frame[5] ^= 1
+    channel.send(torch.from_numpy(frame))()
+    if kind != "dies":
         time.sleep(30)
-    os._exit(1)  # dies in the middle of a layer
-
-
-def send_json(message: dict) -> None:
-    raw = json.dumps(message).encode()
-    dist.send(torch.tensor([len(raw)]), 1)
-    dist.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1)
-
-
-def receive_json() -> dict:
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, 1)
-    raw = torch.zeros(int(size), dtype=torch.uint8)
-    dist.recv(raw, 1)
-    return json.loads(raw.numpy().tobytes())
+    os._exit(1)  # dies in the middle of a context
 
 
 if __name__ == "__main__":

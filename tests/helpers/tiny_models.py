@@ -1,12 +1,14 @@
 """Tiny random models and engines for tests that the embedded model is too slow for."""
 
 import copy
+from collections.abc import Iterable
 from functools import cache
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SchedulerConfig
+from choreograph.context.feature import ContextFeature
 
 VOCABULARY, POSITIONS = 61, 256
 
@@ -53,6 +55,7 @@ def engine(
     page: int = 4,
     backend: str = "auto",
     aware: bool = True,
+    features: Iterable[ContextFeature] = (),
     **cache,
 ) -> Engine:
     """An engine over the tiny model that poisons every freed page. cache: further options of CacheConfig."""
@@ -63,6 +66,7 @@ def engine(
             cache=CacheConfig(capacity=tokens, page_size=page, poison_freed_pages=True, **cache),
             scheduler=SchedulerConfig(max_num_batched_tokens=step, max_num_seqs=calls, skip_loading=aware),
         ),
+        features=features,
     )
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph.kv_cache.tiers import HostTier, TransferOps
 from choreograph.kv_cache.transfer import Transfer
-from choreograph.lab.training.packed_forward import forward_no_grad, pack
-from choreograph.lab.training.trace import TracedCall
+from choreograph.lab.replay.packed_forward import forward_no_grad, pack
+from choreograph.lab.replay.traced_calls import TracedCall
 from choreograph.layer_reuse.remote import RemoteSender, serve
 from choreograph.models import hf_model as adapter_module
 from helpers.inspect_engine import inspect

@@ -2,10 +2,12 @@
 
 from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from choreograph.config import CacheConfig, parse_capacity
 from choreograph.errors import CacheBusyError, CacheFullError, ConfigError
@@ -215,21 +217,30 @@ def test_a_cancelled_transfer_rolls_back_and_what_nobody_holds_is_gone():
     store.check()
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "swapped", "older format"])
 def test_a_damaged_file_is_found_out(damage, tmp_path):
-    store = make(pages=4, disk=8, folder=tmp_path)
+    store = make(pages=8, disk=16, folder=tmp_path)
     entry, _ = whole(store, 8, "a")
-    store.release(fill(store, 4), ("call", 99))
+    other, _ = whole(store, 8, "b")
+    store.release(fill(store, 16), ("call", 99))
     file = entry.tier_copies["disk"].file
     content = bytearray(file.read_bytes())
-    content[-3] ^= 1
     if damage == "gone":
         file.unlink()
+    elif damage == "swapped":
+        file.write_bytes(other.tier_copies["disk"].file.read_bytes())
+    elif damage == "older format":
+        save_file(
+            {f"{kind}.{layer}": np.zeros((8, 4), np.uint8) for kind in ("keys", "values") for layer in (0, 1)}, file
+        )
     else:
+        content[-13] ^= 1
         file.write_bytes(content if damage == "flip" else content[:-5])
     store.acquire(entry, CALL)
     store.load(entry)
     assert settle(store) == [entry] and entry.location == "dropped" and not entry.tier_copies
+    expected = {"flip": "checksum of layer", "cut": "truncated", "gone": "No such file", "swapped": "another KV entry"}
+    assert expected.get(damage, "has no format, this version reads") in entry.storage.lost_reason
     assert store._events.counts["failed_transfer"] == 1
 
 

@@ -109,10 +109,9 @@ def test_content_keys_name_relative_placement_tokens_context_and_salt():
     store = make(pages=64)
     a, b = whole(store, [1, 2], "a"), whole(store, [3], "b")
 
-    def key(tokens=(7, 8), start=10, context=((a, 0), (b, 4)), salt="s") -> bytes:
-        return content_hash(
-            Namespace(client=Client(salt)), tokens, start, [KVSlice(e, 0, len(e.tokens), at) for e, at in context]
-        )
+    def key(tokens=(7, 8), start=10, context=((a, 0), (b, 4)), salt="s", source=None) -> bytes:
+        slices = [KVSlice(e, 0, len(e.tokens), at) for e, at in context]
+        return content_hash(Namespace(client=Client(salt)), tokens, start, slices, source)
 
     assert key() == key(start=15, context=((a, 5), (b, 9)))
     others = [
@@ -122,8 +121,10 @@ def test_content_keys_name_relative_placement_tokens_context_and_salt():
         key(context=((b, 4), (a, 0))),
         key(context=((a, 0),)),
         key(salt="t"),
+        key(source=a),
+        key(source=b),
     ]
-    assert len({key(), *others}) == 7
+    assert len({key(), *others}) == 9
 
 
 def test_reads_cover_exactly_what_is_seen_across_scattered_pages():

@@ -551,9 +551,7 @@ def test_a_message_beyond_the_partial_pool_is_computed_in_all_layers():
         second = session.prefill(CONTEXT[:3], [first])
         third = session.prefill(CONTEXT * 2)
         said = session.decode([7], [first, second, third], model="math", kv_reuse="partial", sampling=GREEDY)
-        assert said.result() and [
-            m.variants[ModelVariant("math", "partial")].computed_layers for m in (second, third)
-        ] == [
+        assert said.result() and [m.variants["math", "partial"].computed_layers for m in (second, third)] == [
             None,
             None,
         ]

@@ -17,7 +17,7 @@ from helpers.remote_worker import BELOW, CONTEXT, join
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError, InvalidRequestError, ModelError, WrongSessionError
 from choreograph.layer_reuse.remote import RemoteSender, compatibility_info
-from choreograph.layer_reuse.transport import ChannelError, send_json
+from choreograph.layer_reuse.transport import ChannelError, send_details
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
 PATTERN = [1, 2, 4]
@@ -157,6 +157,9 @@ def test_three_processes_form_a_chain(tmp_path):
         ("stalls", [2, 2, 2], 1024),
         ("lies", [2, 2, 2], 1024),
         ("leaves out", [2, 2, 2], 1024),
+        ("has another model", [2, 2, 2], 1024),
+        ("has another context", [2, 2, 2], 1024),
+        ("flips a bit", [2, 2, 2], 1024),
         ("mumbles", [2, 2, 2], 1024),
     ],
 )
@@ -193,7 +196,7 @@ def test_a_sender_that_is_gone_is_noticed_before_anything_is_waited_for(tmp_path
         process.kill()
         process.wait()
         time.sleep(0.5)  # until this side's socket says so
-        for wire in (lambda: link._transport.receive(8), lambda: send_json(link._transport, {})()):
+        for wire in (lambda: link._transport.receive(8), lambda: send_details(link._transport)()):
             with pytest.raises(ChannelError):
                 wire()
         seen = link.partial_prefill(session, CONTEXT, [2, 2, 2])

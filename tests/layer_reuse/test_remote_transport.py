@@ -14,8 +14,10 @@ from peft import LoraConfig, get_peft_model
 
 from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, SamplingParams
 from choreograph.errors import ConfigError
+from choreograph.kv_cache.container import CHECKSUM_BYTES
 from choreograph.layer_reuse import ContextStore
 from choreograph.layer_reuse.remote import RemoteSender, serve
+from choreograph.layer_reuse.transport import send_details
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
 PATTERN = [1, 2, 4]
@@ -50,8 +52,7 @@ def linked(engine, *, name="writer", model="base", frames=None, position=None, p
                 pipe.allow(None)
         finally:
             pipe.allow(None)
-            pipe.receiver.send(torch.tensor([2, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8))  # {} once more
-            pipe.receiver.send(torch.tensor(list(b"{}"), dtype=torch.uint8))
+            send_details(pipe.receiver)()  # the end once more
             thread.join()
     sender.check()
 
@@ -73,13 +74,15 @@ def test_a_receiver_computes_from_hidden_states_before_any_key_has_arrived():
         entry = inspect(seen.result()).entry
         assert entry.is_complete and seen.computed_layers == (0, 2, 3)
         assert (
-            pipe.sent[-1] == len(CONTEXT) * TOKEN_BYTES["inputs"] and inspect(seen).source_entry.location == "loading"
+            pipe.sent[-1] == len(CONTEXT) * TOKEN_BYTES["inputs"] + CHECKSUM_BYTES
+            and inspect(seen).source_entry.location == "loading"
         )
         pipe.allow(None)
         assert values(session.decode([7], [seen], sampling=GREEDY)) == pytest.approx(local(CONTEXT), abs=1e-5)
-        assert pipe.sent[-4:] == [len(CONTEXT) * TOKEN_BYTES["keys"]] * 4, "keys and values of layers 1 and 4"
+        layer_bytes = 2 * len(CONTEXT) * TOKEN_BYTES["keys"] + CHECKSUM_BYTES
+        assert pipe.sent[-2:] == [layer_bytes] * 2, "keys and values of layers 1 and 4"
         assert engine.events.counts["recomputed"] == 0
-        assert link.bytes_received == sum(pipe.sent[-5:]) and link.seconds_receiving > 0
+        assert link.bytes_received == sum(pipe.sent[-3:]) - 3 * CHECKSUM_BYTES and link.seconds_receiving > 0
     engine.check()
 
 

@@ -12,6 +12,7 @@ import gguf
 import pytest
 import torch
 from helpers import char_tokenizer, gguf_files, tiny_models
+from helpers.command_line import app
 from helpers.model_configs import LLAMA3
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
@@ -19,7 +20,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
 from choreograph import Engine, SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import MissingDependencyError, ModelError
 from choreograph.models import loader as load
 from choreograph.models.hf_model import HFModel

@@ -1,18 +1,20 @@
 """Saved caches: as good as computing, and refused where they are stale, cut off or changed."""
 
-import json
+import struct
 from copy import deepcopy
 
 import pytest
 import torch
+import xxhash
 from helpers import tiny_models
 from helpers.inspect_engine import inspect
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save as save_tensors
 from test_prompt_cache import STORY, answer
 
 from choreograph import Engine
 from choreograph.errors import CacheFileError, InvalidRequestError
-from choreograph.prompt_cache import PromptCache, module, schema, storage
+from choreograph.kv_cache.container import CHECKSUM_BYTES, FORMAT, ContainerFile, Header
+from choreograph.prompt_cache import PromptCache, module, schema
 
 
 @pytest.fixture
@@ -45,21 +47,15 @@ def test_names_with_dots_do_not_meet(engine, tmp_path):
 
 def test_a_place_that_cannot_be_is_refused_before_anything_is_computed(engine, tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "taken.json").mkdir()
     with PromptCache(engine, STORY) as cache:
         for place, says in (
             (tmp_path, "is a folder: name a file"),
             (".", "is a folder: name a file"),
-            (tmp_path / "taken.safetensors", "where the manifest goes, is a folder"),
             (tmp_path / "file" / "deep.safetensors", "nothing can be written there"),
-            (tmp_path / "story.json", "the manifest's"),
         ):
             with pytest.raises(CacheFileError, match=says):
                 cache.save(place)
-    assert not engine.stats().num_batched_tokens and sorted(p.name for p in tmp_path.iterdir()) == [
-        "file",
-        "taken.json",
-    ]
+    assert not engine.stats().num_batched_tokens and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_another_schema_model_or_tokenizer(engine, model, characters, saved):
@@ -74,12 +70,23 @@ def test_another_schema_model_or_tokenizer(engine, model, characters, saved):
     ):
         with pytest.raises(CacheFileError, match=says):
             cache.load(file)
-    manifest = json.loads(file.with_suffix(".json").read_text())
-    file.with_suffix(".json").write_text(
-        json.dumps({**manifest, "fingerprints": {**manifest["fingerprints"], "tokenizer": "0" * 16}})
-    )
-    with pytest.raises(CacheFileError, match="made for tokenizer"):
+    header, blocks = read(file)
+    fingerprints = header.details["fingerprints"] | {"tokenizer": "0" * 16}
+    rewrite(file, Header(header.entries, header.dtype, {"fingerprints": fingerprints}), blocks)
+    with pytest.raises(CacheFileError, match=r"made for tokenizer 0000000000000000, this is .*: remove it and save"):
         PromptCache(engine, STORY).load(file)
+
+
+def read(file):
+    with ContainerFile.open(file, "") as container:
+        return container.header, [container.read(index) for index in range(len(container.header.blocks))]
+
+
+def rewrite(file, header, blocks):
+    """Write other blocks, with right checksums."""
+    with ContainerFile.create(file, header) as container:
+        for block in blocks:
+            container.write(header.seal(block.number, block.tensors))
 
 
 def test_another_dtype_is_told_as_one(model, characters, saved):
@@ -101,63 +108,84 @@ def test_a_model_that_changed_little_is_another_one(engine, characters, saved):
 
 def test_a_damaged_file_is_refused(engine, saved):
     file, expected = saved
-    whole, manifest = file.read_bytes(), file.with_suffix(".json").read_text()
-    flipped = bytearray(whole)
-    flipped[-7] ^= 1
+    whole = file.read_bytes()
+    header = read(file)[0]
 
-    def damage(data: bytes = whole, text: str = manifest) -> None:
-        file.write_bytes(data)
-        file.with_suffix(".json").write_text(text)
+    def flipped(place: int) -> bytes:
+        return whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
 
-    def edited(**fields: object) -> str:
-        runs = json.loads(manifest)["runs"]
-        return json.dumps({**json.loads(manifest), "runs": [{**runs[0], **fields}, *runs[1:]]})
+    def with_number_as_hash() -> bytes:
+        text = whole[8 : len(header.raw) - CHECKSUM_BYTES].replace(
+            f'\\"{header.entries[0].content_hash}\\"'.encode(), b"0"
+        )
+        return (raw := struct.pack("<Q", len(text)) + text) + xxhash.xxh3_64_digest(raw) + whole[len(header.raw) :]
+
+    def renamed(name: str, value: object) -> bytes:
+        entries = [header.entries[0].model_copy(update={name: value}), *header.entries[1:]]
+        return Header(entries, header.dtype, header.details).raw + whole[len(header.raw) :]
 
     with PromptCache(engine, STORY) as cache:
-        for data, text, says in (
-            (whole[:-10], manifest, "cut off"),
-            (bytes(flipped), manifest, "digest differs"),
-            (whole, "{", "Invalid JSON"),
-            (whole, "[]", "no manifest"),
-            (whole, manifest.replace('"version": 5', '"version": 4'), "version 4: .* save the cache again"),
-            (whole, manifest.replace("b#0", "c#0"), "other modules"),
-            (whole, edited(base_position=-1), r"runs\.0\.base_position -1"),
-            (whole, edited(content_hash=0), r"runs\.0\.content_hash 0"),
-            (whole, edited(base_position=1), "digest differs"),
+        for data, says in (
+            (whole[:-10], "truncated"),
+            (whole + b"x", "truncated or damaged"),
+            (whole[:30], "truncated|no container"),
+            (b"", "truncated"),
+            (b"{}" * 50, "no container"),
+            (flipped(len(whole) - 7), "checksum of layer . differs"),
+            (flipped(len(whole) - 17), "checksum of layer . differs"),
+            (flipped(len(header.raw) + 3), "checksum of layer 0 differs"),
+            (flipped(whole.index(b"base_position") + 16), "checksum of its header differs"),
+            (whole.replace(FORMAT.encode(), b"choreograph-kv-1"), "has format 'choreograph-kv-1', this version reads"),
+            (save_tensors({"0.keys": torch.zeros(2)}), "has no format, this version reads"),  # as it was before
+            (renamed("name", "c#0"), "other modules"),
+            (renamed("base_position", -1), r"no valid header \(.*base_position"),
+            (with_number_as_hash(), r"no valid header \(.*content_hash"),
+            (renamed("base_position", 1), "checksum of layer 0 differs"),
         ):
-            damage(data, text)
-            with pytest.raises(CacheFileError, match=says):
+            file.write_bytes(data)
+            with pytest.raises(
+                CacheFileError, match=rf"story\.safetensors.*({says}).*: remove it and save the cache again"
+            ):
                 cache.load(file)
-        damage()
-        file.with_suffix(".json").unlink()
-        with pytest.raises(CacheFileError, match=r"story\.json: no such file"):
+        file.unlink()
+        with pytest.raises(CacheFileError, match=r"story\.safetensors cannot be read \(No such file"):
             cache.load(file)
-        damage()
+        file.write_bytes(whole)
         cache.load(file)
         assert answer(cache) == expected
 
 
-def test_a_forged_manifest_leaves_nothing_behind(engine, saved):
-    """It names content that these modules do not have, and its digest is right."""
+def test_a_forged_header_leaves_nothing_behind(engine, saved):
+    """It names content that these modules do not have, and its checksums are right."""
     file, expected = saved
-    manifest = json.loads(file.with_suffix(".json").read_text())
-    first, *_, last = manifest["runs"]
-    first["content_hash"], last["content_hash"] = last["content_hash"], first["content_hash"]
-    manifest["sha256"] = storage.compute_digest(manifest, file.read_bytes())
-    file.with_suffix(".json").write_text(json.dumps(manifest))
+    header, blocks = read(file)
+    first, *others, last = header.entries
+    entries = [
+        first.model_copy(update={"content_hash": last.content_hash}),
+        *others,
+        last.model_copy(update={"content_hash": first.content_hash}),
+    ]
+    rewrite(file, Header(entries, header.dtype, header.details), blocks)
     with PromptCache(engine, STORY) as cache:
         with pytest.raises(InvalidRequestError, match="the copy has content hash"):
             cache.load(file)
         assert answer(cache) == expected
 
 
-def test_a_forged_manifest_cannot_bring_in_other_shapes(engine, saved):
-    """A file whose tensors and manifest were both rewritten is refused if the shapes do not fit."""
+def test_a_forged_header_cannot_bring_in_other_shapes(engine, saved):
+    """A file whose tensors and header were both rewritten is refused if the shapes do not fit."""
     file, _ = saved
-    tensors = {name: tensor[:, :-1].contiguous() for name, tensor in load_file(file).items()}
-    save_file(tensors, file)
-    manifest = json.loads(file.with_suffix(".json").read_text())
-    manifest["sha256"] = storage.compute_digest(manifest, file.read_bytes())
-    file.with_suffix(".json").write_text(json.dumps(manifest))
-    with pytest.raises(CacheFileError, match="expected"):
+    header, blocks = read(file)
+    shapes = {
+        key: (num_tokens, heads, width // 2) for key, (num_tokens, heads, width) in header.entries[0].shapes.items()
+    }
+    entries = [header.entries[0].model_copy(update={"shapes": shapes}), *header.entries[1:]]
+    halves = [
+        block._replace(tensors=tuple(rows[:, : rows.shape[1] // 2].copy() for rows in block.tensors))
+        if header.blocks[block.number].entry == 0
+        else block
+        for block in blocks
+    ]
+    rewrite(file, Header(entries, header.dtype, header.details), halves)
+    with pytest.raises(CacheFileError, match="in another shape than"):
         PromptCache(engine, STORY).load(file)

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 from helpers.chat_templates import TEMPLATES
+from helpers.command_line import app
 from helpers.inspect_engine import inspect
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import (
     CacheFullError,
     ConfigError,

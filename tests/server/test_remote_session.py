@@ -1,14 +1,18 @@
 """`choreograph.connect`: sessions of a server give what sessions in process give."""
 
 import re
+from dataclasses import dataclass
+from typing import ClassVar
 
 import httpx
 import pytest
 from helpers.live_server import make_engine, serving
 
-from choreograph import SamplingParams, connect
+from choreograph import Engine, Repair, SamplingParams, connect
+from choreograph.context.feature import ContextFeature
 from choreograph.errors import (
     ChoreographError,
+    ConfigError,
     GraphError,
     InvalidPositionError,
     InvalidRequestError,
@@ -114,7 +118,10 @@ def test_errors_are_those_of_the_library(live):
         with remote.session() as session:
             message = session.prefill([5, 6, 7])
             for call, error in (
-                (lambda: session.prefill([]), InvalidTokensError),
+                (lambda: session.prefill(""), InvalidTokensError),
+                (lambda: session.prefill([1], max_tokens=2), InvalidRequestError),
+                (lambda: session.decode([1], lables=["x"]), InvalidRequestError),
+                (lambda: session.decode([1], repair=Repair(0.5)), InvalidRequestError),
                 (lambda: session.prefill([1], [message], [-1]), InvalidPositionError),
                 (lambda: session.prefill([1], ["x"]), NotAMessageError),
                 (lambda: session.decode([1], max_tokens=0), SamplingError),
@@ -122,7 +129,7 @@ def test_errors_are_those_of_the_library(live):
             ):
                 with pytest.raises((error, InvalidPositionError)):
                     call()
-            assert message.tokens == [5, 6, 7]
+            assert message.tokens == [5, 6, 7] and session.prefill([]) == []
             message.release()
             with pytest.raises(MessageReleasedError):
                 session.prefill([1], [message])
@@ -179,7 +186,7 @@ def test_repair_schemas_and_agents_work_as_in_process(talker_folder):
                 session.decode(prompt, [session.prefill([1])], schema="dock", max_tokens=2)
             with pytest.raises(RequestFailedError, match="does not exist"):
                 session.decode(prompt, schema="other", max_tokens=2)
-            with pytest.raises(RequestFailedError, match="repair"):
+            with pytest.raises(ConfigError, match="repair share=2"):
                 session.prefill([1], repair=2)
         with remote.session(max_kl=0.0) as session:
             parents = [session.prefill([1, 2, 3]), session.prefill([4, 5, 6])]
@@ -223,3 +230,38 @@ def test_errors_name_messages_by_the_ids_that_the_client_has(live):
         message.release()
         with pytest.raises(MessageReleasedError, match=message.id):
             session.prefill([1], [message])
+
+
+@dataclass
+class Topic:
+    name: str
+
+
+class Topics(ContextFeature):
+    """Messages of different topics share no keys and values."""
+
+    options: ClassVar = {"topic": str}
+
+    def prepare(self, draft):
+        if (topic := draft.options.get("topic")) is not None:
+            draft.request.extend(Topic(topic))
+
+    def namespace(self, request):
+        topic = request.extension(Topic)
+        return None if topic is None else topic.name
+
+
+def test_options_of_a_feature_of_the_users_own_reach_it_through_the_server(talker_folder):
+    engine = Engine.from_pretrained(talker_folder, dtype="float32", device="cpu", features=[Topics()])
+    tokens = list(range(5, 45))
+    with serving(engine) as live, connect(live.url) as remote:
+        with remote.session(seed=0) as session:
+            topics = [None, "a", "a", "b"]
+            messages = [session.prefill(tokens, topic=topic) for topic in topics]
+            assert [message.usage.cached_tokens for message in messages] == [0, 0, 40, 0]
+        with remote.session(seed=0, topic="a") as session:
+            assert session.prefill(tokens).usage.cached_tokens == 40
+            with pytest.raises(InvalidRequestError, match=r"no such argument; known: .*'topic'"):
+                session.prefill(tokens, topics="a")
+        with pytest.raises(ConfigError, match="a session has no such option"):
+            remote.session(topics="a")

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from helpers.live_server import make_engine, serving
 
-from choreograph.server.resumption import ForcedPrefix, SentAnswer
+from choreograph.server.running_request import ForcedPrefix, SentAnswer
 from choreograph.server.service import InferenceService
 
 

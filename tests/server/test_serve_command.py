@@ -1,20 +1,22 @@
 """`choreograph serve`: options from the command line and a file, keys, and the end by SIGTERM."""
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
+import typer
 import uvicorn
+from helpers.command_line import app
 from helpers.inspect_engine import inspect
 from typer.testing import CliRunner
 
 from choreograph.cli import serve_command
-from choreograph.cli.main import app
 from choreograph.errors import ConfigError
 from choreograph.server.server_config import ServerConfig, read_api_keys
 
@@ -35,6 +37,32 @@ def started(monkeypatch):
         return result
 
     return start
+
+
+OWN_OPTIONS = {
+    "model", "config", "host", "port", "api_key_file", "adapter", "sibling", "layer_reuse", "dtype", "device",
+    "ray_address", "log_level",
+}  # fmt: skip
+
+# fields that only the library, or a config file of Ray, sets
+NO_OPTIONS = {
+    "cache", "scheduler", "backend", "compile_sizes", "page_size", "disk_dir", "poison_freed_pages",
+    "max_num_batched_tokens", "max_num_prefill_tokens", "max_num_seqs", "skip_loading", "max_choices",
+    "cpus_per_replica", "gpus_per_replica", "threads_per_replica", "target_requests",
+}  # fmt: skip
+
+
+def test_the_options_are_the_fields_of_the_config_classes_and_few_of_their_own():
+    fields = [field.name for kind in serve_command.CONFIG_CLASSES for field in dataclasses.fields(kind)]
+    assert len(fields) == len(set(fields))
+    singular = {"api_keys": "api_key", "cors_origins": "cors_origin"}
+    options = {singular.get(name, name) for name in fields if name not in NO_OPTIONS} | OWN_OPTIONS
+    command = typer.main.get_command(app).commands["serve"]
+    assert {parameter.name for parameter in command.params} == options
+    _, limit = get_args(serve_command.CONFIG_PARAMETERS["max_requests"].annotation)
+    assert limit.min == 1 and str(ServerConfig().max_requests) in limit.help
+    kind, policy = get_args(serve_command.CONFIG_PARAMETERS["eviction"].annotation)
+    assert kind == str | None and "workflow, lru, lfu, fifo" in policy.help
 
 
 def test_options_of_the_command_line_win_over_those_of_the_file(started, talker_folder, tmp_path):

@@ -4,8 +4,8 @@ import httpx
 import pytest
 from helpers.live_server import make_engine, serving
 
-from choreograph.server.limits import RequestSlots, TenantShare
-from choreograph.server.openai.response_store import ResponseStore, StoredResponse
+from choreograph.server.app import RequestSlots
+from choreograph.server.openai.responses_api import ResponseStore, StoredResponse
 from choreograph.server.server_config import ServerConfig
 
 KEYS = ("first-secret", "second-secret")
@@ -32,12 +32,16 @@ def put_schema(server, key, name):
 
 def test_limits_are_divided_by_the_number_of_keys():
     limits = {"max_requests": 10, "max_workflow_tokens": 100, "max_stored_responses": 0}
-    alone = TenantShare.of(ServerConfig(**limits))
-    assert (alone.requests, alone.workflow_tokens, alone.responses) == (10, 100, 0)
-    one_of_three = TenantShare.of(ServerConfig(**limits, api_keys=("a" * 8, "b" * 8, "c" * 8)))
-    assert (one_of_three.requests, one_of_three.workflow_tokens, one_of_three.responses) == (3, 33, 0)
-    many = TenantShare.of(ServerConfig(max_requests=1, api_keys=tuple(f"key-{i:04}" for i in range(50))))
-    assert many.requests == 1
+    alone = ServerConfig(**limits).tenant_share
+    assert (alone.max_requests, alone.max_workflow_tokens, alone.max_stored_responses) == (10, 100, 0)
+    one_of_three = ServerConfig(**limits, api_keys=("a" * 8, "b" * 8, "c" * 8)).tenant_share
+    assert (one_of_three.max_requests, one_of_three.max_workflow_tokens, one_of_three.max_stored_responses) == (
+        3,
+        33,
+        0,
+    )
+    many = ServerConfig(max_requests=1, api_keys=tuple(f"key-{i:04}" for i in range(50))).tenant_share
+    assert many.max_requests == 1
 
 
 def test_a_tenant_with_its_share_of_schemas_leaves_room_for_others(shared):

@@ -1,22 +1,26 @@
-"""Demo: Tree of Thoughts in prefix and choreographed mode."""
+"""`choreograph demo`: Tree of Thoughts in prefix and choreographed mode."""
 
+import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ...api.engine import Engine
-from ...console import format_ms, format_ratio, print_table, print_text
+import typer
+
+from ...cli import common
+from ...console import format_ms, format_ratio, make_console, print_table, print_text
 from ...events import Event
 from ...outputs import Mode
 from ...sampling_params import SamplingParams
 from ...utils import ensure_writable, require
 from ...viz import draw_message_graph
-from ..workflows import find
-from ..workflows.run import WorkflowResult, run_workflow
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ...api.engine import Engine
+    from ..workflows.run import WorkflowResult
 
 TASK = (
     "The mill on the Arn was built in 1711 and ground rye until the flood of 1954. The stone bridge beside it has five "
@@ -29,7 +33,7 @@ SAMPLING = SamplingParams(temperature=0.4, top_p=0.95, max_tokens=160)
 
 
 def run_demo(
-    engine: Engine,
+    engine: "Engine",
     console: "Console",
     *,
     task: str = TASK,
@@ -45,6 +49,9 @@ def run_demo(
     Returns the numbers of the pair with the median speedup, so a single disturbed run has no
     effect.
     """
+    from ..workflows import find
+    from ..workflows.run import run_workflow
+
     ensure_writable(svg_path)
     if svg_path is not None:
         require("matplotlib", "viz")
@@ -53,7 +60,7 @@ def run_demo(
         {"branches": branches, "voters": voters, "prompt": "text", "form": "short"},
     )
 
-    def run_once(mode: Mode, **kwargs: Any) -> WorkflowResult:
+    def run_once(mode: Mode, **kwargs: Any) -> "WorkflowResult":
         engine.clear_cache()
         return run_workflow(engine, workflow, task, mode=mode, seed=seed, sampling=sampling, options=options, **kwargs)
 
@@ -108,12 +115,12 @@ def run_demo(
     }
 
 
-def _speedup(pair: tuple[WorkflowResult, WorkflowResult]) -> float:
+def _speedup(pair: "tuple[WorkflowResult, WorkflowResult]") -> float:
     return pair[0].metrics.seconds / pair[1].metrics.seconds
 
 
 @contextmanager
-def _progress(engine: Engine, console: "Console", label: str) -> Iterator[Callable[[], None]]:
+def _progress(engine: "Engine", console: "Console", label: str) -> Iterator[Callable[[], None]]:
     """Show a live count of tokens; yield a function that hides it."""
     if not console.is_terminal:
         console.print(f"... {label}", highlight=False)
@@ -136,7 +143,9 @@ def _progress(engine: Engine, console: "Console", label: str) -> Iterator[Callab
         status.stop()
 
 
-def _print_comparison(console: "Console", prefix_result: WorkflowResult, choreographed_result: WorkflowResult) -> None:
+def _print_comparison(
+    console: "Console", prefix_result: "WorkflowResult", choreographed_result: "WorkflowResult"
+) -> None:
     """Print two narrow tables that fit an 80-column terminal."""
     prefix, choreographed = prefix_result.metrics, choreographed_result.metrics
     pairs = list(zip(prefix.stages, choreographed.stages, strict=True))
@@ -155,3 +164,25 @@ def _print_comparison(console: "Console", prefix_result: WorkflowResult, choreog
     seconds = f"prefix {prefix.seconds:.2f} s, choreographed {choreographed.seconds:.2f} s"
     ratio = format_ratio(prefix.seconds, choreographed.seconds)
     console.print(f"\nEnd to end: {seconds}, ratio {ratio}", highlight=False)
+
+
+def demo(
+    model: common.ModelOption = common.DEFAULT_MODEL,
+    dtype: common.DtypeOption = "auto",
+    compile: common.CompileOption = False,
+    branches: Annotated[int, typer.Option(min=1, help="Solutions to branch into.")] = 8,
+    voters: Annotated[int, typer.Option(min=1, help="Votes on the best solution.")] = 4,
+    pairs: Annotated[int, typer.Option(min=1, help="How often to time both modes.")] = 3,
+    svg: Annotated[Path, typer.Option(help="Where the picture of the message graph goes (SVG).")] = Path(
+        "out/demo-graph.svg"
+    ),
+    seed: common.SeedOption = 0,
+    as_json: common.JsonOption = False,
+) -> None:
+    """Compare Tree of Thoughts in prefix mode and choreographed, on equal tokens."""
+    console = make_console(quiet=as_json)
+    with console.status("loading the model") if console.is_terminal else nullcontext():
+        engine = common.open_engine(model, dtype, compile)
+    numbers = run_demo(engine, console, branches=branches, voters=voters, pairs=pairs, svg_path=svg, seed=seed)
+    if as_json:
+        print(json.dumps(numbers))

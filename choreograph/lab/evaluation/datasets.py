@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import DataError
 from ..workflows.parsing import boxed
-from .longbench import PROMPTS, split_passages
+from .longbench import PROMPTS
 
 DatasetRecord = Mapping[str, Any]
 
@@ -95,13 +95,8 @@ REFERENCE_FIELDS: Mapping[str, Mapping[str, Callable[[str, Any], Any]]] = {  # w
 }
 
 
-def documents_of(record: DatasetRecord) -> list[str]:
-    """Return a record's documents, and its context split into LongBench passages."""
-    context = _context(record)
-    return _documents(record) + (split_passages(context) if context else [])
-
-
-def _documents(record: DatasetRecord) -> list[str]:
+def documents_in(record: DatasetRecord) -> list[str]:
+    """Return the texts of a record's documents, with their titles."""
     documents = record.get("documents") or []
     if not isinstance(documents, (str, list, tuple)):
         raise _invalid("documents", documents, "use a list of texts")
@@ -116,7 +111,8 @@ def _documents(record: DatasetRecord) -> list[str]:
     return texts
 
 
-def _context(record: DatasetRecord) -> str:
+def context_of(record: DatasetRecord) -> str:
+    """Return a record's context, empty without one."""
     context = record.get("context") or ""
     if not isinstance(context, str):
         raise _invalid("context", context, "use a string, or `documents` for a list of texts")
@@ -125,7 +121,7 @@ def _context(record: DatasetRecord) -> str:
 
 def prepend_context(question: str, record: DatasetRecord) -> str:
     """Return the question after the documents and the context of its record."""
-    texts = [*_documents(record), *filter(None, [_context(record)])]
+    texts = [*documents_in(record), *filter(None, [context_of(record)])]
     if not texts:
         return question
     if question:
@@ -214,7 +210,7 @@ def parse_example(record: DatasetRecord, number: int) -> Example:
         return Example(str(own_id), kind, task, result)
 
 
-def load(source: str, *, limit: int | None = None, seed: int | None = None, split: str = "test") -> list[Example]:
+def load(data: str, *, limit: int | None = None, seed: int | None = None, split: str = "test") -> list[Example]:
     """Load examples from `games:N`, a .jsonl file, or a Hub dataset (`name[:configuration]`).
 
     Args:
@@ -222,28 +218,28 @@ def load(source: str, *, limit: int | None = None, seed: int | None = None, spli
         seed: Shuffle with this seed; None keeps the order.
         split: The split of a Hub dataset.
     """
-    if source.startswith("games:"):
-        count = source.removeprefix("games:")
+    if data.startswith("games:"):
+        count = data.removeprefix("games:")
         if not (count.isascii() and count.isdigit()):
-            raise DataError(f"{source}: use games:N with a number")
+            raise DataError(f"{data}: use games:N with a number")
         examples = make_games(int(count))
     else:
         examples = []
-        for number, record in enumerate(records(Path(source)) if is_file(source) else _load_hub_dataset(source, split)):
-            with error_context(source):
+        for number, record in enumerate(records(Path(data)) if is_file(data) else _load_hub_dataset(data, split)):
+            with error_context(data):
                 examples.append(parse_example(record, number))
     if repeated := [id for id, count in Counter(e.id for e in examples).items() if count > 1]:
         raise DataError(
-            f"{source}: several records have the same id, of {repeated[:5]}: without an id, the number is used"
+            f"{data}: several records have the same id, of {repeated[:5]}: without an id, the number is used"
         )
     if seed is not None:
         random.Random(seed).shuffle(examples)
     return examples[:limit]
 
 
-def is_file(source: str) -> bool:
-    """Return whether a source names a file, not a Hub dataset."""
-    return Path(source).suffix in (".jsonl", ".json") or Path(source).exists()
+def is_file(data: str) -> bool:
+    """Return whether the data is a file, not a Hub dataset."""
+    return Path(data).suffix in (".jsonl", ".json") or Path(data).exists()
 
 
 def records(path: Path) -> Iterator[DatasetRecord]:
@@ -263,16 +259,16 @@ def records(path: Path) -> Iterator[DatasetRecord]:
         yield record
 
 
-def _load_hub_dataset(source: str, split: str) -> Iterable[DatasetRecord]:
+def _load_hub_dataset(data: str, split: str) -> Iterable[DatasetRecord]:
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{source}: no such file; a Hub dataset needs `pip install choreograph[hub]`") from None
-    name, _, configuration = source.partition(":")
+        raise DataError(f"{data}: no such file; a Hub dataset needs `pip install choreograph[hub]`") from None
+    name, _, configuration = data.partition(":")
     try:
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as exc:  # the library raises many types
-        raise DataError(f"{source}: neither a file nor a dataset that can be loaded ({exc})") from None
+        raise DataError(f"{data}: neither a file nor a dataset that can be loaded ({exc})") from None
 
 
 def make_pairs(examples: Sequence[Example], seed: int = 0, *, num_shifts: int = 1) -> list[Example]:

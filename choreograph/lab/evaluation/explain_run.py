@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from ...api.engine import Engine
 from ...errors import DataError
 from ...features.explain import Explanation, MessageTokens, ParentExplanation, explain
-from ..training.dataset import TRACE_FILE, load_traces
-from ..training.dry_run import TaskTranscript
+from ..replay.dry_run import TaskTranscript
 from ..workflows import WorkflowFunction, conditions_of
 from ..workflows.run import WorkflowRun, call_workflow
 from .run_dir import RunDirectory, read_json_object
+from .traces import TRACE_FILE, load_traces
 
 
 class ExplainedMessage(NamedTuple):

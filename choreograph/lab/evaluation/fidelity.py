@@ -16,14 +16,14 @@ from jaxtyping import Float
 from ...api.engine import Engine
 from ...errors import DataError
 from ...sampling_params import SamplingParams
-from ..training.dry_run import TaskTranscript, dry_run
-from ..training.packed_forward import PackedTrace, forward_no_grad, pack, pack_adapter_stages
-from ..training.trace import TracedCall, iter_decodes, split_adapter_stages
+from ..replay.dry_run import TaskTranscript, dry_run
+from ..replay.packed_forward import PackedTrace, forward_no_grad, pack, pack_adapter_stages
+from ..replay.traced_calls import TracedCall, iter_decodes, split_adapter_stages
 from ..workflows import WorkflowFunction
 from ..workflows.run import Condition, Transcript, run_workflow
 from .datasets import Example
+from .experiment import example_seed
 from .run_dir import RunRecord
-from .runner import example_seed
 from .statistics import Estimate, Units, difference, mean, ratio
 
 POSITIONS = ((0, 4), (4, 16), (16, 64), (64, 10**9))  # half-open ranges of tokens in a message

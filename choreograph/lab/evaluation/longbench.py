@@ -35,23 +35,17 @@ PROMPTS = {
 _FIRST_LINE_TASKS = ("trec", "triviaqa", "samsum")
 
 
-def split_passages(context: str) -> list[str]:
-    """Split a context losslessly into numbered passages, or return it whole."""
-    starts: list[int] = []
-    for match in re.finditer(r"^(?:Passage|Paragraph) (\d+):", context, re.MULTILINE):
-        if int(match[1]) == len(starts) + 1:  # a number out of order is part of a passage
-            starts.append(match.start())
-    if not starts or starts[0]:
-        return [context]
-    return [context[start:end] for start, end in zip(starts, [*starts[1:], len(context)], strict=True)]
-
-
 def f1(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     """Return the token F1, ignoring case, ASCII punctuation and articles."""
     predicted, expected = (
         re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(str.maketrans("", "", string.punctuation))).split()
         for text in (prediction, answer)
     )
+    return token_f1(predicted, expected)
+
+
+def token_f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
+    """Return the F1 of two lists of tokens, in any order."""
     shared = sum((Counter(predicted) & Counter(expected)).values())
     return 2 * shared / (len(predicted) + len(expected)) if shared else 0.0
 

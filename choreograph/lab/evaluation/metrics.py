@@ -2,7 +2,6 @@
 
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,12 +56,8 @@ def _are_yes_or_no(answers: Sequence[str]) -> bool:
 
 def f1(text: str, answers: Iterable[str]) -> float:
     """Return the best token F1 over the accepted answers."""
-    predicted, best = normalize_text(text).split(), 0.0
-    for answer in answers:
-        reference = normalize_text(answer).split()
-        if shared := sum((Counter(predicted) & Counter(reference)).values()):
-            best = max(best, 2 * shared / (len(predicted) + len(reference)))
-    return best
+    predicted = normalize_text(text).split()
+    return max((longbench.token_f1(predicted, normalize_text(answer).split()) for answer in answers), default=0.0)
 
 
 def concept_coverage(text: str, concepts: Sequence[str]) -> float:

@@ -11,8 +11,8 @@ from ...api.engine import Engine
 from ...errors import ConfigError, RequestFailedError
 from ...utils import connect_to_ray, require
 from .datasets import Example
+from .experiment import RunFunction, describe_engine
 from .run_dir import RunRecord
-from .runner import RunFunction, describe_engine
 
 
 class EngineWorker:

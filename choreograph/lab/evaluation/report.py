@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from ...api.engine import Engine
 from ...console import print_table, print_text, progress
 from ...errors import ConfigError, DataError, RequestFailedError
-from ...sampling_params import SamplingParams
 from ...utils import require
 from ...viz import speedup_over_tokens
 from ..workflows import WorkflowFunction, conditions_of, find, options_of
 from ..workflows.run import Condition
 from .datasets import Example
+from .experiment import Experiment
 from .fidelity import (
     TokenDivergence,
     measure_divergence,
@@ -28,15 +28,14 @@ from .fidelity import (
 )
 from .judge import judge_pairs, judge_prompt
 from .metrics import ORDERED_METRICS, SCORERS, SCORING_VERSION, score
+from .ray_workers import RayWorkers
 from .run_dir import RunDirectory, RunRecord, exclusive_dir, read_json_object, write_json
-from .runner import evaluate_conditions, make_run_config, run_examples
+from .runner import evaluate_conditions, run_examples
 from .splits import shared_units
 from .statistics import Estimate, Units, difference, matched_pairs, mean
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from .ray_workers import RayWorkers
 
 Summary = dict[str, Any]
 
@@ -201,20 +200,15 @@ def add_adapter_conditions(
 def evaluate(
     engine: Engine,
     console: "Console",
-    name: str,
-    workflow: WorkflowFunction,
+    experiment: Experiment,
     examples: Sequence[Example],
     out: Path,
     *,
-    conditions: Mapping[str, Condition],
-    options: Mapping[str, Any],
-    sampling: SamplingParams,
-    seed: int,
     concurrency: int,
     fidelity: int = 0,
     judge: Engine | None = None,
     direct: str | None = None,
-    workers: "RayWorkers | None" = None,
+    workers: RayWorkers | None = None,
 ) -> Summary:
     """Run or continue an evaluation; print tables and write `report.json`.
 
@@ -226,19 +220,14 @@ def evaluate(
         judge: Compares the answers of each condition with the baseline's.
     """
     _require_libraries()
-    settings = make_run_config(
-        engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options
-    )
-    records, num_new = _run(
-        engine, console, name, workflow, examples, conditions, RunDirectory(out, settings),
-        sampling=sampling, seed=seed, options=options, concurrency=concurrency, workers=workers,
-    )  # fmt: skip
+    name, settings = experiment.name, experiment.settings(engine, examples)
+    run = partial(_run, engine, console, examples=examples, concurrency=concurrency, workers=workers)
+    records, num_new = run(name, experiment, RunDirectory(out, settings))
     if direct is not None:
-        extra, more = _run_direct(
-            engine, console, direct, examples, out, sampling, seed, options, concurrency=concurrency, workers=workers
-        )
+        single = _single_calls(experiment, direct)
+        extra, more = run("direct", single, RunDirectory(out / "direct", single.settings(engine, examples)))
         records, num_new = records | extra, num_new + more
-    report = {"settings": settings, **summarize(examples, records, max_tokens=sampling.max_tokens)}
+    report = {"settings": settings, **summarize(examples, records, max_tokens=experiment.sampling.max_tokens)}
     earlier = read_json_object(out / "report.json") if (out / "report.json").exists() else None
     if earlier and not num_new and earlier.get("settings") == json.loads(json.dumps(settings)):
         report |= {
@@ -262,7 +251,12 @@ def evaluate(
         subset, divergences = transcripts(examples[:fidelity], baseline), []
         with progress(console, "fidelity", len(subset)) as tick:
             for _, divergence in measure_divergence(
-                engine, workflow, subset, conditions, sampling=sampling, options=options
+                engine,
+                experiment.workflow,
+                subset,
+                experiment.conditions,
+                sampling=experiment.sampling,
+                options=experiment.options,
             ):
                 divergences.append(divergence)
                 tick()
@@ -276,28 +270,16 @@ def evaluate(
     return report
 
 
-def _run_direct(
-    engine: Engine,
-    console: "Console",
-    adapter: str,
-    examples: Sequence[Example],
-    out: Path,
-    sampling: SamplingParams,
-    seed: int,
-    options: Mapping[str, Any],
-    **kwargs: Any,
-) -> tuple[dict[str, list[RunRecord]], int]:
-    """Run `single_call`, plain and with an adapter (Table 4's distilled baseline)."""
+def _single_calls(experiment: Experiment, adapter: str) -> Experiment:
+    """Return `single_call`, plain and with an adapter (Table 4's distilled baseline)."""
     workflow = find("single_call")
-    conditions = {"direct": Condition("prefix"), "direct + FT": Condition("prefix", model=adapter)}
-    known = {key: value for key, value in options.items() if key in options_of(workflow)}
-    settings = make_run_config(
-        engine, "single_call", workflow, examples, conditions, sampling=sampling, seed=seed, options=known
+    return replace(
+        experiment,
+        name="single_call",
+        workflow=workflow,
+        conditions={"direct": Condition("prefix"), "direct + FT": Condition("prefix", model=adapter)},
+        options={key: value for key, value in experiment.options.items() if key in options_of(workflow)},
     )
-    return _run(
-        engine, console, "direct", workflow, examples, conditions, RunDirectory(out / "direct", settings),
-        sampling=sampling, seed=seed, options=known, **kwargs,
-    )  # fmt: skip
 
 
 def _require_libraries() -> None:
@@ -310,18 +292,25 @@ def _run(
     engine: Engine,
     console: "Console",
     label: str,
-    workflow: WorkflowFunction,
-    examples: Sequence[Example],
-    conditions: Mapping[str, Condition],
+    experiment: Experiment,
     run_dir: RunDirectory,
-    **kwargs: Any,
+    *,
+    examples: Sequence[Example],
+    concurrency: int,
+    workers: RayWorkers | None,
 ) -> tuple[dict[str, list[RunRecord]], int]:
     """Run missing examples; return all records and the number newly completed."""
     with exclusive_dir(run_dir.path):  # reading removes a line that another process may be writing
-        num_done = sum(1 for c in conditions for r in run_dir.records(c) if not r.get("error"))
-    with progress(console, label, len(examples) * len(conditions), num_done) as tick:
+        num_done = sum(1 for c in experiment.conditions for r in run_dir.records(c) if not r.get("error"))
+    with progress(console, label, len(examples) * len(experiment.conditions), num_done) as tick:
         records = evaluate_conditions(
-            engine, workflow, examples, conditions, run_dir, on_done=lambda condition, record: tick(), **kwargs
+            engine,
+            experiment,
+            examples,
+            run_dir,
+            concurrency=concurrency,
+            on_done=lambda condition, record: tick(),
+            workers=workers,
         )
     return records, sum(1 for rows in records.values() for r in rows if not r.get("error")) - num_done
 
@@ -384,17 +373,12 @@ def win_rates(
 def bench(
     engine: Engine,
     console: "Console",
-    name: str,
-    workflow: WorkflowFunction,
+    experiment: Experiment,
     examples: Sequence[Example],
     out: Path,
     *,
-    conditions: Mapping[str, Condition],
-    options: Mapping[str, Any],
-    sampling: SamplingParams,
-    seed: int,
     concurrency: int = 32,
-    workers: "RayWorkers | None" = None,
+    workers: RayWorkers | None = None,
 ) -> dict[str, Any]:
     """Time all conditions on the baseline's tokens; write `speed.json` and a plot.
 
@@ -403,17 +387,22 @@ def bench(
     """
     _require_libraries()
     require("matplotlib", "viz")
+    name, conditions = experiment.name, experiment.conditions
     (baseline, first), *others = conditions.items()
     if not others:
         raise ConfigError(f"conditions {list(conditions)}: speed compares two or more")
-    settings = make_run_config(
-        engine, name, workflow, examples, conditions, sampling=sampling, seed=seed, options=options
-    )
+    settings = experiment.settings(engine, examples)
     with exclusive_dir(out):
         records, _ = _run(
-            engine, console, "traces", workflow, examples, {baseline: first}, RunDirectory(out / "traces", settings),
-            sampling=sampling, seed=seed, options=options, concurrency=concurrency, workers=workers,
-        )  # fmt: skip
+            engine,
+            console,
+            "traces",
+            replace(experiment, conditions={baseline: first}),
+            RunDirectory(out / "traces", settings),
+            examples=examples,
+            concurrency=concurrency,
+            workers=workers,
+        )
         traces = {r["id"]: r for r in records[baseline] if not r.get("error")}
         errors = [r["error"] for r in records[baseline] if r.get("error")]
         if not traces:
@@ -422,7 +411,7 @@ def bench(
         timed = {r["id"]: r for r in run_dir.records("timed")}
         missing = [e for e in examples if e.id in traces and e.id not in timed]
         with progress(console, name, len(traces), len(timed)) as tick:
-            function = partial(time_on_traces, workflow, conditions, options)
+            function = partial(time_on_traces, experiment.workflow, conditions, experiment.options)
             for record in run_examples(function, engine, workers, missing, traces, max_examples=len(missing)):
                 if record.get("error"):  # of its worker
                     errors.append(record["error"])

@@ -1,107 +1,28 @@
 """Run a workflow over examples and conditions, concurrently and resumably."""
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...api.concurrency import run_concurrently
 from ...api.engine import Engine
 from ...api.message import Message
-from ...errors import CacheFullError, ConfigError, DataError, RequestFailedError
-from ...outputs import BASE_MODEL
-from ...sampling_params import SamplingParams
-from ..workflows import WorkflowFunction, check_options, conditions_of, source_modules
+from ...errors import CacheFullError, DataError, RequestFailedError
+from ..workflows import check_options
 from ..workflows.run import Condition, WorkflowRun, call_workflow
 from .datasets import Example
+from .experiment import Experiment, RunFunction, example_seed
 from .metrics import SCORING_VERSION
+from .ray_workers import RayWorkers
 from .run_dir import RunDirectory, RunRecord, exclusive_dir
-
-if TYPE_CHECKING:
-    from .ray_workers import RayWorkers
-
-
-def make_run_config(
-    engine: Engine,
-    name: str,
-    workflow: WorkflowFunction,
-    examples: Sequence[Example],
-    conditions: Mapping[str, Condition],
-    *,
-    sampling: SamplingParams,
-    seed: int,
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the settings that determine a result, except this package's code.
-
-    Raises ConfigError for an option that every condition but the baseline sets, or for an unknown model.
-    """
-    _, *others = conditions_of(workflow).values()
-    if fixed := sorted(options.keys() & set.intersection(*(set(c.options) for c in others)) if others else ()):
-        raise ConfigError(f"options {fixed}: the workflow's conditions set them: leave them out, name conditions")
-    described = {key: asdict(condition) for key, condition in conditions.items()}
-    for condition in described.values():
-        if (model := condition.pop("model")) not in engine.models:
-            raise ConfigError(f"a condition on model {model!r}: the engine has {list(engine.models)}: give an adapter")
-        if model != BASE_MODEL:  # the fingerprint of the engine names the base model
-            condition["model"] = engine.core.model_set.fingerprint(model)
-        if not condition["adapter_stages"]:
-            del condition["adapter_stages"]
-    tasks = json.dumps([[e.id, e.task] for e in examples], ensure_ascii=False)
-    return {
-        "workflow": name,
-        "source": source_hash(workflow),
-        **describe_engine(engine),
-        "examples": len(examples),
-        "data": hashlib.sha256(tasks.encode()).hexdigest()[:16],
-        "conditions": described,
-        "sampling": {k: v for k, v in asdict(sampling).items() if v != getattr(SamplingParams(), k)},
-        "options": dict(options),
-        "seed": seed,
-    }
-
-
-def describe_engine(engine: Engine) -> dict[str, Any]:
-    """Return what of an engine determines a result."""
-    describe = getattr(engine, "describe", None)  # of a server, whose model is not in this process
-    if describe is not None:
-        return dict(describe())
-    return {
-        "model": engine.model_info.name,
-        "fingerprint": engine.model_info.fingerprint,
-        "weights": engine.core.hf_model.sampled_weights_hash,
-        "engine": {
-            "backend": engine.core.backend.name,
-            "compile": engine.core.config.compile,
-            "quantization": engine.core.config.quantization,
-        },
-        "dtype": str(engine.model_info.dtype).removeprefix("torch."),
-    }
-
-
-def source_hash(workflow: WorkflowFunction) -> str:
-    """Return a hash of the source files of a workflow."""
-    files = [names["__file__"] for names in source_modules(workflow) if "__file__" in names]
-    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16] if files else ""
-
-
-def example_seed(seed: int, example: str) -> int:
-    """Return the seed of one example, equal under every condition."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{example}".encode()).digest()[:7], "big")
-
-
-# yields a record of each example; the records of the baseline are None if it has to read none
-RunFunction = Callable[[Engine, Sequence[Example], Mapping[str, RunRecord] | None], Iterator[RunRecord]]
 
 
 def run_examples(
     function: RunFunction,
     engine: Engine,
-    workers: "RayWorkers | None",
+    workers: RayWorkers | None,
     examples: Sequence[Example],
     baseline: Mapping[str, RunRecord] | None,
     *,
@@ -121,10 +42,7 @@ def run_examples(
 class ExampleRunner:
     """Settings under which examples run, on any engine."""
 
-    workflow: WorkflowFunction
-    sampling: SamplingParams
-    seed: int
-    options: Mapping[str, Any]  # of the workflow, without a condition's
+    experiment: Experiment
     make_record: Callable[[Example, WorkflowRun, Message], RunRecord]  # of a finished run
     concurrency: int  # examples that run at once
     max_requests: int  # requests in flight at once
@@ -160,29 +78,26 @@ class ExampleRunner:
         self, engine: Engine, condition: Condition, example: Example, baseline: Mapping[str, RunRecord] | None
     ) -> RunRecord:
         replay = None if baseline is None else _replayed_tokens(example, condition, baseline[example.id])
-        model, seed = condition.base_or_adapter, example_seed(self.seed, example.id)
+        experiment = self.experiment
+        model, seed = condition.base_or_adapter, example_seed(experiment.seed, example.id)
         # a client of its own: token counts must not depend on which examples run together
         with engine.session(mode=condition.mode, seed=seed, client_id=example.id, model=model) as session:
-            run = WorkflowRun(session, sampling=self.sampling, replay=replay, **condition.adapter_kwargs())
-            answer = call_workflow(self.workflow, run, example.task, {**self.options, **condition.options})
+            run = WorkflowRun(session, sampling=experiment.sampling, replay=replay, **condition.adapter_kwargs())
+            answer = call_workflow(experiment.workflow, run, example.task, {**experiment.options, **condition.options})
             return self.make_record(example, run, answer)
 
 
 def evaluate_conditions(
     engine: Engine,
-    workflow: WorkflowFunction,
+    experiment: Experiment,
     examples: Sequence[Example],
-    conditions: Mapping[str, Condition],
     run_dir: RunDirectory,
     *,
-    sampling: SamplingParams,
-    seed: int = 0,
-    options: Mapping[str, Any] | None = None,
     concurrency: int = 32,
     max_requests: int = 128,
     on_done: Callable[[str, RunRecord], None] = lambda condition, record: None,
     record: Callable[[Example, WorkflowRun, Message], RunRecord] | None = None,
-    workers: "RayWorkers | None" = None,
+    workers: RayWorkers | None = None,
 ) -> dict[str, list[RunRecord]]:
     """Return a record per example and condition; run missing ones.
 
@@ -195,12 +110,12 @@ def evaluate_conditions(
     """
     if repeated := sorted(id for id, count in Counter(e.id for e in examples).items() if count > 1):
         raise DataError(f"several examples have the ids {repeated[:5]}: give each its own")
-    runner = ExampleRunner(workflow, sampling, seed, options or {}, record or make_record, concurrency, max_requests)
+    runner = ExampleRunner(experiment, record or make_record, concurrency, max_requests)
     result: dict[str, dict[str, RunRecord]] = {}
     with exclusive_dir(run_dir.path):
-        for condition in conditions.values():
-            check_options(workflow, {**runner.options, **condition.options})
-        for name, condition in conditions.items():
+        for condition in experiment.conditions.values():
+            check_options(experiment.workflow, {**experiment.options, **condition.options})
+        for name, condition in experiment.conditions.items():
             baseline = next(iter(result.values()), None) if condition.replayed_stages else None
             records = result[name] = {r["id"]: r for r in run_dir.records(name) if not r.get("error")}
             missing = [e for e in examples if e.id not in records]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ...errors import ConfigError, DataError
+from ...models.adapter_usage import read_usage
+from ...utils import require
 from ..workflows import WorkflowFunction, takes_pairs
 from .datasets import Example, error_context, is_file, load, make_games, make_pairs
 
@@ -97,23 +99,13 @@ def split_off(
 
 
 def connected(items: Sequence[T], units: Callable[[T], Iterable[str]]) -> list[list[int]]:
-    """Return the indices of items, grouped by common units."""
-    parents = list(range(len(items)))
-
-    def root(index: int) -> int:
-        while parents[index] != index:
-            parents[index] = parents[parents[index]]
-            index = parents[index]
-        return index
-
+    """Return the indices of items, grouped by common units, in order of their first ones."""
+    groups = require("scipy.cluster.hierarchy", "eval").DisjointSet(range(len(items)))
     owners: dict[str, int] = {}
     for index, item in enumerate(items):
         for unit in units(item):
-            parents[root(index)] = root(owners.setdefault(unit, index))
-    groups: dict[int, list[int]] = {}
-    for index in range(len(items)):
-        groups.setdefault(root(index), []).append(index)
-    return list(groups.values())
+            groups.merge(owners.setdefault(unit, index), index)
+    return sorted(map(sorted, groups.subsets()))
 
 
 def check_disjoint(splits: Mapping[str, Collection[str]]) -> None:
@@ -128,8 +120,15 @@ def check_disjoint(splits: Mapping[str, Collection[str]]) -> None:
                 )
 
 
+def check_unseen(adapter: str, examples: Sequence[Example]) -> None:
+    """Raise DataError if an adapter has seen any of the examples."""
+    usage = read_usage(adapter)
+    units = [] if usage is None else usage.units
+    check_disjoint({f"the training of {adapter}": units, "the evaluation": units_of(examples)})
+
+
 def examples_for(
-    workflow: WorkflowFunction, source: str, *, limit: int | None, seed: int | None, split: str, split_seed: int = 0
+    workflow: WorkflowFunction, data: str, *, limit: int | None, seed: int | None, split: str, split_seed: int = 0
 ) -> list[Example]:
     """Load a split; pair the examples if the workflow takes pairs.
 
@@ -139,59 +138,59 @@ def examples_for(
         split: "train", "validation" or "test" of a file or of games, "all", or a split of a Hub dataset.
         split_seed: Seed of the splits of a file.
     """
-    return _select(workflow, source, split, _load_split(source, split, split_seed), limit, seed)
+    return _select(workflow, data, split, _load_split(data, split, split_seed), limit, seed)
 
 
 def training_examples(
-    workflow: WorkflowFunction, source: str, *, limit: int | None, seed: int | None, split: str, split_seed: int = 0
+    workflow: WorkflowFunction, data: str, *, limit: int | None, seed: int | None, split: str, split_seed: int = 0
 ) -> tuple[list[Example], list[Example]]:
     """Load examples for training and validation.
 
     There are four times as many for training. Splits other than "train", and those of a Hub dataset, are divided into both.
     """
-    if split == "train" and (_num_games(source) is not None or is_file(source)):
-        learn, check = (_load_split(source, name, split_seed) for name in ("train", "validation"))
+    if split == "train" and (_num_games(data) is not None or is_file(data)):
+        learn, check = (_load_split(data, name, split_seed) for name in ("train", "validation"))
     else:
-        learn, check = split_off(_load_split(source, split, split_seed), 0.2, split_seed, shared_units)
-    learn = _select(workflow, source, split, learn, limit, seed)
+        learn, check = split_off(_load_split(data, split, split_seed), 0.2, split_seed, shared_units)
+    learn = _select(workflow, data, split, learn, limit, seed)
     most = max(2 if takes_pairs(workflow) else 1, round(len(learn) / 4))
-    return learn, _select(workflow, source, "validation", check, most, seed)
+    return learn, _select(workflow, data, "validation", check, most, seed)
 
 
-def _num_games(source: str) -> int | None:
+def _num_games(data: str) -> int | None:
     """Return N of `games:N`, 0 of `games`, and None for other sources."""
-    name, colon, count = source.partition(":")
-    if name != "games" or (not colon and is_file(source)):
+    name, colon, count = data.partition(":")
+    if name != "games" or (not colon and is_file(data)):
         return None
     if colon and not (count.isascii() and count.isdigit() and int(count)):
-        raise DataError(f"{source}: use games:N with a number, or games for as many as in the paper")
+        raise DataError(f"{data}: use games:N with a number, or games for as many as in the paper")
     return int(count or 0)
 
 
-def _load_split(source: str, split: str, split_seed: int) -> list[Example]:
-    num_games = _num_games(source)
-    if num_games is None and not is_file(source):
-        return load(source, split=split)
+def _load_split(data: str, split: str, split_seed: int) -> list[Example]:
+    num_games = _num_games(data)
+    if num_games is None and not is_file(data):
+        return load(data, split=split)
     if split not in (*SPLIT_SHARES, "all"):
         raise ConfigError(f"split={split!r}: use one of {[*SPLIT_SHARES, 'all']}")
     if num_games is not None:
         return make_games(num_games or GAMES_PER_SPLIT.get(split, 1000), "" if split == "all" else split)
-    examples = load(source)
+    examples = load(data)
     return examples if split == "all" else split_examples(examples, split_seed)[split]
 
 
 def _select(
-    workflow: WorkflowFunction, source: str, split: str, examples: list[Example], limit: int | None, seed: int | None
+    workflow: WorkflowFunction, data: str, split: str, examples: list[Example], limit: int | None, seed: int | None
 ) -> list[Example]:
     if not examples:
-        raise DataError(f"{source}: no examples in the split {split!r}: use a larger file, or --split all")
+        raise DataError(f"{data}: no examples in the split {split!r}: use a larger file, or --split all")
     if seed is not None:
         random.Random(seed).shuffle(examples)
     examples = examples[:limit]
     if takes_pairs(workflow) and any(e.kind != "pair" for e in examples):
-        with error_context(f"{source}, split {split!r}"):
+        with error_context(f"{data}, split {split!r}"):
             examples = make_pairs(examples, seed or 0)
     kinds = sorted({e.kind for e in examples})
     if len(kinds) > 1:
-        raise DataError(f"{source}: records of several kinds {kinds}: split the file")
+        raise DataError(f"{data}: records of several kinds {kinds}: split the file")
     return examples

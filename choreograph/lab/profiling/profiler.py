@@ -451,11 +451,11 @@ def load_pair(model: str, receiver: str, sender: str | None, dtype: str) -> tupl
     """Load an engine with base, receiver and sender models.
 
     Returns the engine and the names of receiver and sender; the sender is the base if `sender` is
-    None. A source is an adapter if it is a directory that `peft` saved, else a model.
+    None. A directory that `peft` saved is an adapter, everything else a model.
     """
     engine = Engine.from_pretrained(model, dtype=dtype, config=EngineConfig(cache=CacheConfig(capacity=CACHE_TOKENS)))
-    for name, source in (("receiver", receiver), ("sender", sender)):
-        if source is not None:
-            is_adapter = (Path(source).expanduser() / "adapter_config.json").is_file()
-            (engine.add_adapter if is_adapter else engine.add_model)(name, source)
+    for name, path in (("receiver", receiver), ("sender", sender)):
+        if path is not None:
+            is_adapter = (Path(path).expanduser() / "adapter_config.json").is_file()
+            (engine.add_adapter if is_adapter else engine.add_model)(name, path)
     return engine, ("receiver", BASE_MODEL if sender is None else "sender")

@@ -18,9 +18,9 @@ from ...attention.rope import rotate
 from ...errors import DataError
 from ...models.hf_model import HFModel
 from ...outputs import BASE_MODEL
-from .dataset import TrainingExample
-from .packed_forward import KVByLayer, compute_kv, forward_no_grad, full_prompt_indices, pack
-from .trace import TracedCall, as_full_prompts, iter_decodes
+from ..replay.packed_forward import KVByLayer, compute_kv, forward_no_grad, full_prompt_indices, pack
+from ..replay.traced_calls import TracedCall, as_full_prompts, iter_decodes
+from .examples import TrainingExample
 
 MAX_CHUNK_LOGITS = 1 << 19  # logits converted to float32 at once; few enough to stay in a CPU cache
 

@@ -23,29 +23,20 @@ from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
 from ...errors import ConfigError, DataError
+from ...models.adapter_usage import AdapterUsage, matches_weights, read_record
 from ...models.hf_model import HFModel
 from ...sampling_params import SamplingParams
 from ...utils import atomic_write_text, require
-from ..evaluation.datasets import Example
+from ..evaluation.experiment import code_hash
 from ..evaluation.run_dir import exclusive_dir
-from ..evaluation.runner import source_hash
-from ..evaluation.splits import check_disjoint, split_off, units_of
+from ..evaluation.splits import check_disjoint, split_off
+from ..evaluation.traces import Trace, load_traces
 from ..workflows import WorkflowFunction, conditions_of, find, names, options_of
-from .dataset import (
-    Trace,
-    TrainingExample,
-    answer_examples,
-    baseline_examples,
-    check_stages,
-    load_traces,
-    make_examples,
-)
+from .examples import TrainingExample, answer_examples, baseline_examples, check_stages, make_examples
 from .losses import mean_loss, mean_losses, topk_targets
-from .train_config import AdapterUsage, TrainConfig, TrainManifest, TrainReport, read_record
+from .train_config import TrainConfig, TrainManifest, TrainReport
 
 ATTENTION_MODULE_NAMES = ("self_attn", "self_attention", "attention", "attn", "attn_module")  # of all architectures
-
-USAGE_FILE = "adapter_usage.json"  # in the folder of an adapter
 
 
 def train(
@@ -269,12 +260,17 @@ def train_from_traces(
     """
     settings, loaded = load_traces(traces)
     name = hf_model.model_info.name
-    if settings["model"] != name or not _matches_weights(settings.get("weights"), settings.get("dtype"), hf_model):
+    if settings["model"] != name or not matches_weights(settings.get("weights"), settings.get("dtype"), hf_model):
         raise ConfigError(
             f"{traces}: traces of model {settings['model']!r} with other weights or name than {name!r}: "
             "train the model that made them"
         )
     seed = (config or TrainConfig()).seed
+
+    def write_usage(**usage: Any) -> None:
+        weights, dtype = hf_model.sampled_weights_hash, hf_model.model_info.dtype_name
+        AdapterUsage(weights=weights, dtype=dtype, **usage).write(out)
+
     if answer_workflow is not None:
         if (
             condition
@@ -293,7 +289,7 @@ def train_from_traces(
             for part in split_traces(loaded, validation, seed)
         )
         report = train(hf_model, examples, checks, out, config, on_update=on_update)
-        _write_usage(out, hf_model, workflow=answer_workflow, units=_trace_units(loaded))
+        write_usage(workflow=answer_workflow, units=_trace_units(loaded))
         return report
     run = _find_trace_workflow(traces, settings, workflow)
     conditions = conditions_of(run)
@@ -317,9 +313,7 @@ def train_from_traces(
     checks = make_examples(hf_model, run, check, chosen, **args)
     baseline = baseline_examples(check, adapter_stages, conditions[known[0]].mode)
     report = train(hf_model, examples, checks, out, config, baseline=baseline, on_update=on_update)
-    _write_usage(
-        out,
-        hf_model,
+    write_usage(
         workflow=settings["workflow"],
         adapter_stages=sorted(set(adapter_stages)),
         stages=sorted(set(stages)),
@@ -337,54 +331,9 @@ def _find_trace_workflow(traces: Path, settings: Mapping[str, Any], name: str | 
     if name is None and traced not in names():
         raise ConfigError(f"{traces}: of the workflow {traced!r}: name it (workflow=, --workflow), as its code is run")
     result = find(name or traced)
-    if settings["source"] != source_hash(result):
+    if settings["source"] != code_hash(result):
         raise ConfigError(f"{traces}: the workflow {name or traced!r} has changed since: make the traces again")
     return result
-
-
-def _dtype_name(hf_model: HFModel) -> str:
-    return str(hf_model.model_info.dtype).removeprefix("torch.")
-
-
-def _matches_weights(weights: str | None, dtype: str | None, hf_model: HFModel) -> bool:
-    """Return whether a weights hash fits the model, or cannot be compared."""
-    dtypes = {dtype, _dtype_name(hf_model)}
-    is_comparable = weights is not None and (len(dtypes) == 1 or "float16" not in dtypes)  # float16 rounds differently
-    return not is_comparable or weights == hf_model.sampled_weights_hash
-
-
-def _write_usage(out: Path, hf_model: HFModel, **usage: Any) -> None:
-    record = AdapterUsage(weights=hf_model.sampled_weights_hash, dtype=_dtype_name(hf_model), **usage)
-    atomic_write_text(out / USAGE_FILE, record.model_dump_json(indent=1))
-
-
-def check_adapter_usage(
-    source: str, adapter_stages: Sequence[str], base: HFModel, *, workflow: str | None = None
-) -> None:
-    """Raise ConfigError if an adapter was trained for another use."""
-    file = Path(source) / USAGE_FILE
-    if not file.is_file() and not file.with_name("learned.json").is_file():  # name in earlier versions
-        return
-    usage = read_record(AdapterUsage, file, ConfigError)
-    if workflow is not None and usage.workflow != workflow:
-        raise ConfigError(f"{source}: trained for the workflow {usage.workflow!r}: give an adapter of {workflow!r}")
-    if sorted(set(adapter_stages)) != usage.adapter_stages:
-        learned = usage.adapter_stages
-        hint = " ".join(f"--adapter-stage {json.dumps(stage)}" for stage in learned) or "no --adapter-stage"
-        raise ConfigError(
-            f"{source}: this adapter was trained for {'some stages' if learned else 'all decodes'}: give {hint}"
-        )
-    if not _matches_weights(usage.weights, usage.dtype, base):
-        raise ConfigError(
-            f"{source}: trained on other weights than {base.model_info.name!r} has: use the model of its training"
-        )
-
-
-def check_unseen(source: str, examples: Sequence[Example]) -> None:
-    """Raise DataError if an adapter has seen any of the examples."""
-    file = Path(source) / USAGE_FILE
-    units = read_record(AdapterUsage, file, ConfigError).units if file.is_file() else []
-    check_disjoint({f"the training of {source}": units, "the evaluation": units_of(examples)})
 
 
 def split_traces(traces: Sequence[Trace], validation: float | None, seed: int) -> tuple[list[Trace], list[Trace]]:

@@ -1,25 +1,17 @@
 """Options and results of a training."""
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError
+from ...utils import describe_validation_error
 
 Count = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ModuleNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-def describe_error(exc: ValidationError) -> str:
-    """Return the first error as one line: option, value and rule."""
-    error = exc.errors()[0]
-    message = error["msg"].removeprefix("Value error, ")
-    name = ".".join(map(str, error["loc"]))
-    return f"{name}={str(error['input'])[:60]}: {message}" if name else message
 
 
 class TrainConfig(BaseModel):
@@ -51,7 +43,7 @@ class TrainConfig(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as exc:
-            raise ConfigError(describe_error(exc)) from None
+            raise ConfigError(describe_validation_error(exc)) from None
         if self.batch_size % self.examples_per_forward:
             raise ConfigError(
                 f"examples_per_forward={self.examples_per_forward}: use a number that divides batch_size={self.batch_size}"
@@ -97,33 +89,3 @@ class TrainManifest(BaseModel):
     model: str  # fingerprint
     examples: str  # hash
     validation: str  # hash
-
-
-class AdapterUsage(BaseModel):
-    """Workflow, stages and base weights of an adapter (`adapter_usage.json`)."""
-
-    version: Literal[2] = 2
-    workflow: str
-    adapter_stages: list[str] = []  # stages that the adapter alone computes; empty: all
-    stages: list[str] = []  # stages that were learned; empty: all
-    weights: str  # hash of the base weights
-    dtype: str  # of the base weights
-    units: list[str] = []  # hashes of the questions or games of training and validation
-
-
-M = TypeVar("M", bound=BaseModel)
-
-
-def read_record(record: type[M], file: Path, error: type[Exception] = DataError) -> M:
-    """Read a JSON record of a training.
-
-    Raises:
-        error: if the file is damaged or of another version.
-    """
-    try:
-        return record.model_validate_json(file.read_bytes())
-    except (OSError, ValidationError) as exc:
-        reason = describe_error(exc) if isinstance(exc, ValidationError) else str(exc)
-        raise error(
-            f"{file}: damaged, or of another version of this package ({reason}): train again in a new folder"
-        ) from None

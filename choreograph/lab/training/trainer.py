@@ -21,9 +21,9 @@ from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 
 from ...errors import DataError
 from ...models.hf_model import HFModel
-from .dataset import TrainingExample, concat_examples
+from ..replay.packed_forward import BaseKVMemo, KVByLayer, forward
+from .examples import TrainingExample, concat_examples
 from .losses import kv_loss, mean_baseline_kv, mean_losses, token_losses
-from .packed_forward import BaseKVMemo, KVByLayer, forward
 from .train_config import TrainConfig
 
 _LOGGED_METRICS = ("loss", "eval_loss", "eval_divergence", "eval_learned", "learning_rate", "grad_norm")

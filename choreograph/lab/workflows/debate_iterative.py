@@ -11,7 +11,7 @@ import re
 from ...api.message import Message
 from ...errors import ConfigError
 from .parsing import final_answer, first_yes_no
-from .run import WorkflowRun
+from .run import WorkflowRun, check_choices
 from .single_call import EXAMPLE, STOP_STRINGS
 
 DEBATE = (  # the second sentence is level 2 of Liang et al.
@@ -74,9 +74,7 @@ def run(wf: WorkflowRun, task: str, *, rounds: int = 3, prompt: str = "worked", 
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
     styles = {"worked": FEW_SHOT_PROMPT, "plain": ZERO_SHOT_PROMPT}
-    for name, value, allowed in (("prompt", prompt, list(styles)), ("form", form, FORMS)):
-        if value not in allowed:
-            raise ConfigError(f"{name}={value!r}: use one of {list(allowed)}")
+    check_choices(prompt=(prompt, styles), form=(form, FORMS))
     prompts = {
         side: wf.prefill(f"{side} prompt", wf.user(styles[prompt].format(side=side, duty=duty, task=task)))
         for side, duty in SIDES.items()

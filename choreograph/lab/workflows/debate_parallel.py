@@ -7,8 +7,8 @@ answers, not to its own, and to the instruction to use them.
 from ...api.message import Message
 from ...errors import ConfigError
 from .answers import normalize_answer
-from .parsing import final_answer, majority
-from .run import WorkflowRun
+from .parsing import majority
+from .run import WorkflowRun, check_choices
 from .single_call import STOP_STRINGS, solve_prompt
 
 UPDATE = (
@@ -34,8 +34,7 @@ def run(
     """
     if agents < 1 or rounds < 1:
         raise ConfigError(f"agents={agents}, rounds={rounds}: use 1 or more of each")
-    if form not in FORMS:
-        raise ConfigError(f"form={form!r}: use one of {list(FORMS)}")
+    check_choices(form=(form, FORMS))
     question = wf.prefill("question", wf.user(solve_prompt(task, prompt)))
     headers = [wf.assistant(f"Agent {i + 1}:\n") for i in range(agents)]
     answers = [wf.decode("round 1", header, [question], stop=STOP_STRINGS) for header in headers]
@@ -48,10 +47,7 @@ def run(
             wf.decode(f"round {number}", header, context, stop=STOP_STRINGS)
             for header, context in zip(headers, contexts, strict=True)
         ]
-    finals = [final_answer(answer.text, is_complete=not wf.was_truncated(answer)) for answer in answers]
-    for final in finals:
-        if final is None:
-            wf.record_parse_failure(f"round {rounds}")
+    finals = [wf.read_answer(f"round {rounds}", answer) for answer in answers]
     agreed = majority(finals)
     chosen = next((i for i, final in enumerate(finals) if final and normalize_answer(final) == agreed), 0)
     wf.record("answer", finals[chosen])

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...api.message import Message
 from ...errors import ConfigError
-from .run import BASELINE, Condition, WorkflowRun
+from .run import BASELINE, Condition, WorkflowRun, check_choices
 
 SYSTEM = "Read the questions and answer all of them."
 
@@ -37,8 +37,7 @@ def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial",
     questions = [line for line in task.splitlines() if line.strip()] if isinstance(task, str) else list(task)
     if not questions:
         raise ConfigError("task: give one question or more, as a list or one a line")
-    if form not in FORMS:
-        raise ConfigError(f"form={form!r}: use one of {list(FORMS)}")
+    check_choices(form=(form, FORMS))
     is_paper = form == "paper"
     system = wf.prefill("system", wf.system(PAPER_SYSTEM if is_paper else SYSTEM))
     question_messages = [wf.prefill("question", wf.user(question), [system]) for question in questions]
@@ -56,8 +55,7 @@ def topology_offsets(topology: str, *parts: Sequence[Message]) -> list[int | Non
     "serial" places them one after the other. "parallel" places the messages of one part at the same
     position, and the next part after the longest of them.
     """
-    if topology not in TOPOLOGIES:
-        raise ConfigError(f"topology={topology!r}: use one of {TOPOLOGIES}")
+    check_choices(topology=(topology, TOPOLOGIES))
     offsets: list[Any] = []
     start = 0
     for part in parts:

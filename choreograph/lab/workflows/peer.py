@@ -7,7 +7,6 @@ turn; the step graph predicts which role is needed next. The reviewer may send t
 from ...agents import StepGraph, Workflow
 from ...api.message import Message
 from ...errors import ConfigError
-from .parsing import final_answer
 from .run import WorkflowRun
 from .single_call import STOP_STRINGS, solve_prompt
 
@@ -57,8 +56,5 @@ def run(wf: WorkflowRun, task: str, *, rounds: int = 2, prompt: str = "plain") -
         if "REVISE" not in verdict:
             break
         review = [answer, *review]
-    final = final_answer(answer.text, is_complete=not wf.was_truncated(answer))
-    if final is None:
-        wf.record_parse_failure("writer")
-    wf.record("answer", final)
+    wf.record("answer", wf.read_answer("writer", answer))
     return answer

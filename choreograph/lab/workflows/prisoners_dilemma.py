@@ -13,7 +13,7 @@ from typing import Any
 from ...api.message import Message
 from ...errors import ConfigError
 from .parsing import first_decision
-from .run import BASELINE, Condition, WorkflowRun
+from .run import BASELINE, Condition, WorkflowRun, check_choices
 
 RULES = (
     "You are {me}. You and {other} play one game. You talk first; then each of you secretly decides to cooperate or "
@@ -71,9 +71,7 @@ def run(
         guard: nothing of one player's instructions and plan reaches the other's distributions.
     """
     first = task.strip().capitalize()
-    for name, value, allowed in (("task", first, NAMES), ("strategy", strategy, STRATEGIES), ("leak", leak, LEAKS)):
-        if value not in allowed:
-            raise ConfigError(f"{name}={value!r}: use one of {list(allowed)}")
+    check_choices(task=(first, NAMES), strategy=(strategy, STRATEGIES), leak=(leak, LEAKS))
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
     if guard and leak != "both":

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
@@ -20,6 +20,7 @@ from ...api.session import Session
 from ...errors import ConfigError, DataError, InvalidRequestError, SamplingError
 from ...outputs import BASE_MODEL, MODES, Mode
 from ...sampling_params import SamplingParams
+from .parsing import final_answer
 
 WorkflowFunction = Callable[..., Message]  # run(wf, task, **options)
 
@@ -205,6 +206,13 @@ class WorkflowRun(ChatTurns):
         """Count an output that the workflow could not parse."""
         self.parse_failures[stage] += 1
 
+    def read_answer(self, stage: str, message: Message) -> str | None:
+        """Return the final answer in a message; count a failure of the stage if there is none."""
+        answer = final_answer(message.text, is_complete=not self.was_truncated(message))
+        if answer is None:
+            self.record_parse_failure(stage)
+        return answer
+
     def record(self, name: str, value: Any) -> None:
         """Record a JSON-serializable result besides the answer, such as a decision."""
         try:
@@ -279,7 +287,6 @@ class WorkflowResult:
     run: WorkflowRun
     answer: Message
     metrics: RunMetrics
-    artifact: Any = None  # result of `on_finish`
 
 
 def run_workflow(
@@ -296,7 +303,7 @@ def run_workflow(
     options: Mapping[str, Any] | None = None,
     on_answer: Callable[[Message, list[StageCall]], None] | None = None,
     on_text: Callable[[str], None] | None = None,
-    on_finish: Callable[[list[StageCall]], Any] | None = None,
+    on_finish: Callable[[list[StageCall]], object] | None = None,
 ) -> WorkflowResult:
     """Run a workflow to completion and measure it.
 
@@ -337,7 +344,9 @@ def run_workflow(
             encoded=sum(metrics.encoded for metrics in stages),
             cached=sum(metrics.cached for metrics in stages),
         )
-        return WorkflowResult(wf, answer, metrics, None if on_finish is None else on_finish(wf.calls))
+        if on_finish is not None:
+            on_finish(wf.calls)
+        return WorkflowResult(wf, answer, metrics)
 
 
 def call_workflow(workflow: WorkflowFunction, wf: WorkflowRun, task: Any, options: Mapping[str, Any]) -> Message:
@@ -381,6 +390,13 @@ def parallel_groups(calls: Iterable[StageCall]) -> list[list[StageCall]]:
         else:
             groups.append([call])
     return groups
+
+
+def check_choices(**options: tuple[str, Collection[str]]) -> None:
+    """Raise ConfigError unless every option's value is one of its choices."""
+    for name, (value, choices) in options.items():
+        if value not in choices:
+            raise ConfigError(f"{name}={value!r}: use one of {list(choices)}")
 
 
 def check_options(workflow: WorkflowFunction, options: Mapping[str, Any]) -> None:

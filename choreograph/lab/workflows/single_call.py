@@ -1,8 +1,7 @@
 """One call, the baseline of every other workflow (Prompt Choreography §4.1)."""
 
 from ...api.message import Message
-from ...errors import ConfigError
-from .run import WorkflowRun
+from .run import WorkflowRun, check_choices
 
 EXAMPLE = (
     "Problem: A box holds 12 pens. Mia buys 3 boxes and gives 8 pens away. Each pen costs 2 dollars. "
@@ -43,8 +42,7 @@ def run(wf: WorkflowRun, task: str, *, prompt: str = "worked") -> Message:
 def solve_prompt(task: str, prompt: str) -> str:
     """Return the request for a solution in one of three styles."""
     styles = {"worked": FEW_SHOT_PROMPT, "plain": ZERO_SHOT_PROMPT, "text": TEXT_PROMPT}
-    if prompt not in styles:
-        raise ConfigError(f"prompt={prompt!r}: use one of {list(styles)}")
+    check_choices(prompt=(prompt, styles))
     return styles[prompt].format(task=task)
 
 

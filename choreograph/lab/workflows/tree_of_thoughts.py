@@ -10,7 +10,7 @@ from collections import Counter
 from ...api.message import Message
 from ...errors import ConfigError
 from .parsing import first_choice
-from .run import WorkflowRun
+from .run import WorkflowRun, check_choices
 from .single_call import STOP_STRINGS, TEXT_PROMPT, solve_header, solve_prompt
 
 VOTE = (  # after Yao et al.
@@ -49,8 +49,7 @@ def run(
     """
     if branches < 1 or voters < 1:
         raise ConfigError(f"branches={branches}, voters={voters}: use 1 or more of each")
-    if form not in FORMS:
-        raise ConfigError(f"form={form!r}: use one of {list(FORMS)}")
+    check_choices(form=(form, FORMS))
     problem = wf.prefill("problem", wf.user(solve_prompt(task, prompt)))
     headers = [wf.assistant(f"Solution {i + 1}:\n{solve_header(prompt)}") for i in range(branches)]
     solutions = [wf.decode("solve", header, [problem], stop=STOP_STRINGS) for header in headers]

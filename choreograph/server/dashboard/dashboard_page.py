@@ -1,10 +1,10 @@
-"""/dashboard: a page of the server's state and a playground (extra `dashboard`)."""
+"""/dashboard: a page of the server's state, and further tabs (extra `dashboard`)."""
 
 import secrets
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from html import escape
@@ -16,20 +16,17 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from ...errors import ChoreographError, ConfigError
+from ...errors import ConfigError
 from ...utils import require
 from ..api_errors import ApiError
 from ..service import InferenceService
 from . import dashboard_panels as panels
-from .playground import WORKFLOWS, ModeResult, Playground
 
 COOKIE = "choreograph_dashboard"
 LOGIN_SECONDS, MAX_LOGINS = 12 * 3600, 1000
 REFRESH_SECONDS = 1.0
 STYLE = Path(__file__).with_name("dashboard.css")
 HEAD = "<style>{style}</style>"
-MODES = ("prefix", "choreographed")
-MAX_TOKENS = 256  # of a message in the playground
 
 LOGIN = """<!doctype html><html lang="en"><head><title>Choreograph</title><link rel="icon" href="data:,">
 <meta name="viewport" content="width=device-width, initial-scale=1">{head}</head><body><div class="head"><div class="inner">
@@ -39,13 +36,21 @@ LOGIN = """<!doctype html><html lang="en"><head><title>Choreograph</title><link 
 <button type="submit">Open</button></div></form></body></html>"""
 
 
-class Dashboard:
-    """ASGI application of one server's dashboard: keys first, then NiceGUI's pages."""
+# called once a server; returns what adds a tab's content to the page of one browser
+TabFactory = Callable[[InferenceService], Callable[["DashboardPage"], None]]
 
-    def __init__(self, service: InferenceService) -> None:
+
+class Dashboard:
+    """ASGI application of one server's dashboard: keys first, then NiceGUI's pages.
+
+    Args:
+        tabs: further tabs by title.
+    """
+
+    def __init__(self, service: InferenceService, tabs: Mapping[str, TabFactory]) -> None:
         assert service.log is not None
         self.service, self.log = service, service.log
-        self.playground = Playground(service, self.log)
+        self.tabs = {title: factory(service) for title, factory in tabs.items()}
         self.logins: OrderedDict[str, tuple[str, float]] = OrderedDict()  # token: tenant, end (time.monotonic())
         self._pages = nicegui_pages()
 
@@ -138,9 +143,9 @@ def _token(scope: Scope) -> str:
     return next((value for name, _, value in pairs if name == COOKIE), "")
 
 
-def add_dashboard(app: FastAPI, service: InferenceService) -> Dashboard:
+def add_dashboard(app: FastAPI, service: InferenceService, tabs: Mapping[str, TabFactory]) -> Dashboard:
     """Mount the dashboard; run it in the application's lifespan."""
-    dashboard = Dashboard(service)
+    dashboard = Dashboard(service, tabs)
     app.mount("/dashboard", dashboard)
     return dashboard
 
@@ -163,123 +168,67 @@ class DashboardPage:
     """The page of one browser."""
 
     def __init__(self, ui: Any, dashboard: Dashboard, tenant: str, token: str) -> None:
-        self._ui, self._dashboard, self._tenant, self._token = ui, dashboard, tenant, token
+        self.ui, self.tenant = ui, tenant
+        self.panels: dict[str, Any] = {}  # HTML elements by name
+        self._dashboard, self._token = dashboard, token
         self._service = dashboard.service
-        self._panels: dict[str, Any] = {}
-        self._results: dict[str, ModeResult] = {}
         ui.add_head_html(HEAD.format(style=STYLE.read_text()))
         ui.colors(primary="#2f5d8a")
         leave = '<a href="logout">Log out</a>' if token else ""
-        self._html(
+        self.html(
             f'<div class="inner"><b>Choreograph</b><span>{escape(self._service.model_name)}</span>{leave}</div>', "head"
         )
+        tabs_by_title = {"Live": DashboardPage._live, "Messages": DashboardPage._messages, **dashboard.tabs}
         with ui.tabs().classes("tabs").props("dense no-caps align=left") as tabs:
-            for name in ("Live", "Messages", "Playground"):
+            for name in tabs_by_title:
                 ui.tab(name)
         with ui.tab_panels(tabs, value="Live", animated=False, keep_alive=True):
-            for name, build in (("Live", self._live), ("Messages", self._messages), ("Playground", self._playground)):
+            for name, add_content in tabs_by_title.items():
                 with ui.tab_panel(name), ui.element("div").classes("page"):
-                    build()
-        ui.timer(REFRESH_SECONDS, self._refresh)
+                    add_content(self)
+        ui.timer(REFRESH_SECONDS, self.refresh)
 
-    def _html(self, content: str, classes: str = "") -> Any:
-        return self._ui.html(content, sanitize=False).classes(classes)
+    def html(self, content: str, classes: str = "") -> Any:
+        return self.ui.html(content, sanitize=False).classes(classes)
 
-    def _card(self, title: str, text: str, panel: str) -> Any:
-        """Add a card with a panel that `_refresh` fills."""
-        with self._ui.element("section").classes("card") as card:
-            self._html(f"<h2>{title}</h2><p>{text}</p>")
-            self._panels[panel] = self._html("")
+    def card(self, title: str, text: str, panel: str) -> Any:
+        """Add a card with a panel that `refresh` fills."""
+        with self.ui.element("section").classes("card") as card:
+            self.html(f"<h2>{title}</h2><p>{text}</p>")
+            self.panels[panel] = self.html("")
         return card
 
     def _live(self) -> None:
-        self._panels["tiles"] = self._html("", "tiles")
-        with self._ui.element("div").classes("columns stretch"):
-            self._card("KV cache by tier", "Tokens whose keys and values are stored.", "cache")
-            self._card("Prompt tokens by source", "Of all requests that have ended.", "sources")
-        self._card("Requests", "The latest minute of requests, the newest first.", "timeline")
+        self.panels["tiles"] = self.html("", "tiles")
+        with self.ui.element("div").classes("columns stretch"):
+            self.card("KV cache by tier", "Tokens whose keys and values are stored.", "cache")
+            self.card("Prompt tokens by source", "Of all requests that have ended.", "sources")
+        self.card("Requests", "The latest minute of requests, the newest first.", "timeline")
 
     def _messages(self) -> None:
-        with self._ui.element("section").classes("card"):
-            self._html("<h2>Message graph</h2><p>What every message of a workflow attended to, at which positions.</p>")
-            self._workflow = self._ui.select([], label="Workflow", on_change=lambda: self._refresh()).props(
+        with self.ui.element("section").classes("card"):
+            self.html("<h2>Message graph</h2><p>What every message of a workflow attended to, at which positions.</p>")
+            self._workflow = self.ui.select([], label="Workflow", on_change=lambda: self.refresh()).props(
                 "outlined dense"
             )
             self._workflow.style("max-width: 420px")
-            self._panels["graph"] = self._html("")
+            self.panels["graph"] = self.html("")
 
-    def _playground(self) -> None:
-        ui = self._ui
-        titles = {name: workflow.title for name, workflow in WORKFLOWS.items()}
-        first = next(iter(titles))
-        with ui.element("section").classes("card"):
-            self._html(
-                "<h2>Playground</h2><p>Runs one workflow twice, each time with an empty cache: in prefix mode, as other "
-                "servers cache, then in choreographed mode, which reuses messages at any position.</p>"
-            )
-            with ui.element("div").classes("form"):
-                choice = ui.select(titles, value=first, label="Workflow").props("outlined dense")
-                limit = ui.number("Tokens per message", value=48, min=1, max=MAX_TOKENS, precision=0).props(
-                    "outlined dense"
-                )
-                task = ui.textarea("Task", value=WORKFLOWS[first].task).classes("wide").props("outlined rows=2")
-                choice.on_value_change(lambda event: task.set_value(WORKFLOWS[event.value].task))
-                button = ui.button("Run both modes").props("no-caps unelevated")
-            self._status = ui.label("").classes("status").props('role=status aria-live="polite"')
-        button.on_click(lambda: self._run(button, choice.value, task.value or "", limit.value))
-        with ui.element("div").classes("columns"):
-            for mode in MODES:
-                self._card(
-                    f"{mode.capitalize()} mode", "One run. The time to first token is the mean of its calls.", mode
-                )
-                self._panels[mode].set_content(panels.empty("No run yet", "Choose a workflow and run both modes."))
-
-    async def _run(self, button: Any, name: str, task: str, max_tokens: float | None) -> None:
-        button.disable()
-        limit = min(max(int(max_tokens or 48), 1), MAX_TOKENS)
-        self._results.clear()
-        try:
-            for mode in MODES:
-                self._status.set_text(f"Running in {mode} mode…")
-                self._panels[mode].set_content(panels.empty("Running", "The answer appears when the run has ended."))
-                self._results[mode] = await self._dashboard.playground.run(
-                    self._tenant,
-                    name,
-                    task,
-                    limit,
-                    mode,  # type: ignore[arg-type]
-                )
-                self._show_results()
-            await self._refresh(select_latest=True)
-            self._status.set_text("Both runs have ended. The tab Messages shows what each message attended to.")
-        except ChoreographError as exc:
-            self._status.set_text(f"The run failed: {exc}")
-            for mode in MODES:
-                if mode not in self._results:
-                    self._panels[mode].set_content(panels.empty("No result", "The run failed."))
-        finally:
-            button.enable()
-
-    def _show_results(self) -> None:
-        for mode, other in (MODES, MODES[::-1]):
-            if mode in self._results:
-                self._panels[mode].set_content(panels.result_panel(self._results[mode], self._results.get(other)))
-
-    async def _refresh(self, *, select_latest: bool = False) -> None:
+    async def refresh(self, *, select_latest: bool = False) -> None:
         """Show the current state; only panels that changed are sent."""
         if self._token and self._dashboard.tenant_of_token(self._token) is None:
-            self._ui.navigate.reload()
+            self.ui.navigate.reload()
             return
         service, log = self._service, self._dashboard.log
         if not service.thread.is_running:
             return
-        state = await service.thread.call(lambda: panels.read_state(service, self._tenant))
+        state = await service.thread.call(lambda: panels.read_state(service, self.tenant))
         workflow, names = self._workflow.value, list(state.workflows)
         if select_latest or names != self._workflow.options:
             is_kept = workflow in names and not select_latest
             self._workflow.set_options(names, value=workflow if is_kept else next(iter(names), None))
             workflow = self._workflow.value
-        rows = await service.thread.call(lambda: list(log.tenant(self._tenant).graphs.get(workflow, {}).values()))
+        rows = await service.thread.call(lambda: list(log.tenant(self.tenant).graphs.get(workflow, {}).values()))
         contents = {
             "tiles": panels.tiles(state),
             "cache": panels.cache_panel(state),
@@ -288,4 +237,4 @@ class DashboardPage:
             "graph": panels.graph_panel(sorted(rows)),
         }
         for name, content in contents.items():
-            self._panels[name].set_content(content)
+            self.panels[name].set_content(content)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from ...config import parse_capacity
 from ..reuse.answer_plan import SOURCES
 from ..service import ANONYMOUS, InferenceService
-from .playground import ModeResult
 from .request_log import MessageRow
 
 WINDOW, MAX_SHOWN = 60.0, 20  # seconds and requests of the timeline
@@ -275,22 +274,3 @@ def _parents_table(row: MessageRow, numbers: Mapping[int, int]) -> str:
         lines.append(f"<td>{numbers.get(source, '–')}</td>" + "".join(f"<td>{count(number)}</td>" for number in tokens))
     table = "".join(f"<tr>{line}</tr>" for line in lines)
     return f"<details><summary>Parents</summary><div><table>{table}</table></div></details>"
-
-
-def result_panel(result: ModeResult, other: ModeResult | None) -> str:
-    """Return a run's answer and numbers, compared with the other mode's."""
-
-    def ratio(own: float | None, others: float | None) -> str:
-        return f"<small>{others / own:.1f}× lower</small>" if own and others and others > own else ""
-
-    values = [
-        ("Time to first token", seconds(result.ttft), ratio(result.ttft, other.ttft if other else None)),
-        ("Tokens computed", count(result.computed), ratio(result.computed, other.computed if other else None)),
-        ("End to end", seconds(result.seconds), ratio(result.seconds, other.seconds if other else None)),
-        ("Tokens reused", count(result.reused), ""),
-    ]
-    numbers = "".join(
-        f'<div class="tile"><span>{name}</span><b>{value}</b>{note}</div>' for name, value, note in values
-    )
-    answer = escape(result.answer) or "<i>The model ended the answer at once.</i>"
-    return f'<div class="tiles two">{numbers}</div><div class="answer">{answer}</div>'

@@ -1,22 +1,28 @@
 """Answer loop that chats, completions and responses share.
 
-The loop reads the engine's updates, parses them and gives events; each route writes these in its own form. What is
-true of every answer is decided here: reasoning, calls, where an answer was cut, and which tokens its text keeps.
+The loop reads the engine's updates, parses them and gives events, which the encoder of a route writes in its own
+JSON. What is true of every answer is decided here: reasoning, calls, where an answer was cut, and which tokens its
+text keeps.
 """
 
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ..engine_thread import ChoiceUpdate
 from ..running_request import GenerationSpec, RunningRequest
 from ..service import InferenceService
-from ..structured.output_parser import FunctionCall, OutputDelta, OutputParser
+from ..structured.output_parser import FunctionCall, OutputDelta, OutputParser, ParserOptions
 from .chat_prompt import ChatPrompt, answer_key
-from .protocol import StreamOptions
+from .event_stream import TextEvents
 from .token_text import PlacedToken, TokenBytes, TokenPlacer
+
+T = TypeVar("T")
+
+SCORE_BYTES = 64  # of a prompt token's log-probability in a response, about
 
 MAX_HEADER_TOKENS = 256  # before an answer, more than its text depends on
 
@@ -26,28 +32,16 @@ def tool_call_dict(call: FunctionCall) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ParserOptions:
-    """How the answers of a request are parsed."""
+class AnswerOptions(ParserOptions):
+    """How the answers of a request are parsed, and which of their tokens are kept."""
 
-    tool_form: str | None = None  # of tool calls; None: no tools
-    tool_names: frozenset[str] = frozenset()
-    thinks: bool = False
-    starts_thinking: bool = False
     continued: str = ""  # text of the message that the answer continues
-    single_call: bool = False
-
-    def create(self) -> OutputParser:
-        return OutputParser(
-            self.tool_form,
-            self.tool_names,
-            thinks=self.thinks,
-            starts_thinking=self.starts_thinking,
-            single_call=self.single_call,
-        )
+    returns_ids: bool = False  # token ids are kept for `ParsedAnswer.take_token_ids`
+    keeps_end: bool = False  # log-probabilities include tokens that the text leaves out, and the one that ends it
 
     def keys_of(self, text: str) -> list[str]:
         """Return what a client may send back of an answer."""
-        parser = self.create()
+        parser = OutputParser(self)
         deltas = parser.feed(text) + parser.finish()
         content = "".join(delta.text for delta in deltas if delta.kind == "content")
         calls = [tool_call_dict(delta.call) for delta in deltas if delta.call is not None]
@@ -69,9 +63,6 @@ class ParsedAnswer:
 
     Args:
         placer: finds which tokens the text keeps; None: not needed.
-        has_logprobs: events have the tokens of the content.
-        keeps_end: also those that the text leaves out, and the one that ends the answer.
-        returns_ids: token ids are kept for `take_token_ids`.
     """
 
     def __init__(
@@ -79,12 +70,8 @@ class ParsedAnswer:
         index: int,
         spec: GenerationSpec,
         token_bytes: TokenBytes,
-        parser: OutputParser,
+        options: AnswerOptions,
         placer: TokenPlacer | None,
-        *,
-        has_logprobs: bool,
-        keeps_end: bool,
-        returns_ids: bool,
     ) -> None:
         self.index = index
         self.calls: list[FunctionCall] = []
@@ -92,9 +79,10 @@ class ParsedAnswer:
         self.num_generated = 0  # tokens
         self.num_reasoning = 0  # tokens between the tags of reasoning
         self.finish_reason: str | None = None
-        self._parser, self._placer, self._has_logprobs, self._keeps_end = parser, placer, has_logprobs, keeps_end
+        self._parser, self._placer, self._keeps_end = OutputParser(options), placer, options.keeps_end
+        self._has_logprobs = spec.sampling.logprobs is not None
         # a stop string, which the text loses, is known only when it is complete
-        self._ids = ("with text" if spec.sampling.stop else "at once") if returns_ids else "never"
+        self._ids = ("with text" if spec.sampling.stop else "at once") if options.returns_ids else "never"
         self._token_bytes, self._stop_token_ids = token_bytes, spec.sampling.stop_token_ids
         self._texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._num_chars = 0  # received, tags included
@@ -203,38 +191,43 @@ class ParsedAnswer:
         return result
 
 
+class AnswerEncoder(Protocol):
+    """Writes the answers of one request in the JSON of its route."""
+
+    id: str  # of the response
+    is_plain: bool  # events of content differ in their text alone, except the first one of an answer
+
+    def start(self) -> str:
+        """Return the events of a stream before the first answer begins."""
+
+    def write(self, answer: ParsedAnswer, event: AnswerEvent, *, is_first: bool) -> str:
+        """Return the events of a stream for a part of an answer; "" for none.
+
+        Args:
+            is_first: it is the first part of this answer.
+        """
+
+    def end(self) -> str:
+        """Return the events of a stream after all answers are complete."""
+
+    def whole(self, events: Sequence[tuple[ParsedAnswer, AnswerEvent]]) -> dict[str, Any]:
+        """Return the response of a request that does not stream.
+
+        Args:
+            events: all parts of all answers.
+        """
+
+
 class AnswerLoop:
-    """Answers of one running request.
+    """Answers of one running request."""
 
-    Args:
-        has_logprobs: the request has log-probabilities.
-        keeps_end: the token that ends an answer has one too.
-        returns_ids: the answers' token ids are returned.
-    """
-
-    def __init__(
-        self,
-        service: InferenceService,
-        running: RunningRequest,
-        parser_options: ParserOptions,
-        *,
-        has_logprobs: bool = False,
-        keeps_end: bool = False,
-        returns_ids: bool = False,
-    ) -> None:
-        self.token_bytes, self.running = service.token_bytes, running
-        needs_places = has_logprobs or (returns_ids and bool(running.spec.sampling.stop)) or parser_options.thinks
+    def __init__(self, service: InferenceService, running: RunningRequest, options: AnswerOptions) -> None:
+        spec = running.spec
+        self.token_bytes, self.running, self._pool = service.token_bytes, running, service.pool
+        self.has_logprobs = spec.sampling.logprobs is not None
+        needs_places = self.has_logprobs or (options.returns_ids and bool(spec.sampling.stop)) or options.thinks
         self.answers = [
-            ParsedAnswer(
-                index,
-                running.spec,
-                service.token_bytes,
-                parser_options.create(),
-                self._placer(index) if needs_places else None,
-                has_logprobs=has_logprobs,
-                keeps_end=keeps_end,
-                returns_ids=returns_ids,
-            )
+            ParsedAnswer(index, spec, self.token_bytes, options, self._placer(index) if needs_places else None)
             for index in range(running.num_choices)
         ]
 
@@ -249,17 +242,38 @@ class AnswerLoop:
         sent = spec.sent[index].token_ids if spec.sent else ()
         return TokenPlacer(self.token_bytes, [*header, *sent], skip_special=spec.sampling.skip_special_tokens)
 
-    async def steps(self) -> AsyncIterator[Iterator[tuple[ParsedAnswer, AnswerEvent]]]:
+    async def events(self, encoder: AnswerEncoder) -> AsyncIterator[str]:
+        """Yield the server-sent events of a streamed request, those of a step at once."""
+
+        def content_event(index: int, text: str) -> str:
+            return encoder.write(self.answers[index], AnswerEvent("content", text), is_first=False)
+
+        text_events, started, is_first_step = TextEvents(content_event), set[int](), True
+        async for events in self._steps():
+            chunks = [encoder.start()] if is_first_step else []
+            is_first_step = False
+            for answer, event in events:
+                if answer.index not in started:
+                    started.add(answer.index)
+                    chunks.append(await self._encode(partial(encoder.write, answer, event, is_first=True)))
+                elif encoder.is_plain and event.kind == "content":
+                    chunks.append(text_events.event(answer.index, event.text))
+                else:
+                    chunks.append(encoder.write(answer, event, is_first=False))
+            if text := "".join(chunks):
+                yield text
+        yield encoder.end()
+
+    async def whole(self, encoder: AnswerEncoder) -> dict[str, Any]:
+        """Return the response of a request that does not stream."""
+        parts = [part async for events in self._steps() for part in events]
+        return await self._encode(partial(encoder.whole, parts))
+
+    async def _steps(self) -> AsyncIterator[Iterator[tuple[ParsedAnswer, AnswerEvent]]]:
         """Yield the events of every step until all answers are complete."""
         async with aclosing(self.running.updates()) as steps:
             async for updates in steps:
                 yield self._events(updates)
-
-    async def complete(self) -> None:
-        """Read all answers."""
-        async for events in self.steps():
-            for _ in events:
-                pass
 
     def _events(self, updates: Sequence[ChoiceUpdate]) -> Iterator[tuple[ParsedAnswer, AnswerEvent]]:
         for update in updates:
@@ -269,27 +283,18 @@ class AnswerLoop:
                     self.running.finish_reasons[update.index] = answer.finish_reason
                 yield answer, event
 
+    async def _encode(self, function: Callable[[], T]) -> T:
+        """Run a function that writes what may have the scores of prompts.
+
+        Many scores are written in a worker thread: the event loop would wait for them.
+        """
+        spec = self.running.spec
+        if spec.sampling.prompt_logprobs is None:
+            return function()
+        num_scores = sum(len(prompt.tokens) for prompt in spec.prompts) * (1 + spec.sampling.prompt_logprobs)
+        return await self._pool.run(spec.key.tenant, num_scores * SCORE_BYTES, function)
+
     def usage(self) -> dict[str, Any]:
         """Return the token counts of a request whose answers are complete."""
         details = {"reasoning_tokens": sum(answer.num_reasoning for answer in self.answers)}
         return {**self.running.usage(), "completion_tokens_details": details}
-
-
-class StreamUsage:
-    """Token counts in the events of a streamed request.
-
-    Args:
-        options: `stream_options` of the request.
-    """
-
-    def __init__(self, loop: AnswerLoop, options: StreamOptions | None) -> None:
-        self._loop = loop
-        self.is_included = options is not None and bool(options.include_usage)
-        self.is_continuous = options is not None and self.is_included and bool(options.continuous_usage_stats)
-
-    def fields(self, answer: ParsedAnswer) -> dict[str, Any]:
-        """Return the usage field of an event of one answer."""
-        if not self.is_continuous:
-            return {"usage": None} if self.is_included else {}
-        counts = {"prompt_tokens": len(self._loop.prompt_of(answer).tokens), "completion_tokens": answer.num_generated}
-        return {"usage": {**counts, "total_tokens": sum(counts.values())}}

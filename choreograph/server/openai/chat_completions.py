@@ -1,10 +1,7 @@
-"""/v1/chat/completions: preparation of requests, and answers whole or streamed."""
+"""/v1/chat/completions: preparation of requests, and the encoder of their answers."""
 
-import time
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -12,7 +9,7 @@ from fastapi import Request
 from ...errors import InvalidRequestError
 from ...sampling_params import SamplingParams
 from ..reuse.agent_tracking import agent_step
-from ..running_request import GenerationSpec, RunningRequest
+from ..running_request import GenerationSpec
 from ..service import InferenceService
 from ..structured.constraints import (
     CALL_FORMS,
@@ -25,9 +22,9 @@ from ..structured.constraints import (
     regex_constraint,
 )
 from ..structured.output_parser import THINK_END, THINK_START
-from .answer_loop import AnswerEvent, AnswerLoop, ParsedAnswer, ParserOptions, StreamUsage, tool_call_dict
+from .answer_loop import AnswerEvent, AnswerLoop, AnswerOptions, ParsedAnswer, tool_call_dict
 from .chat_prompt import MAX_SEGMENTS
-from .event_stream import SSE_END, TextEvents, sse
+from .choice_encoder import ChoiceEncoder
 from .protocol import (
     ChatCompletionRequest,
     NamedToolChoice,
@@ -37,8 +34,8 @@ from .protocol import (
     continues_last,
     tool_dicts,
 )
-from .scored_prompts import check_prompt_scoring, check_scored_size, encode, prompt_logprobs_of
-from .token_text import PlacedToken, label, logprob_entry
+from .scored_prompts import check_prompt_scoring, check_scored_size
+from .token_text import PlacedToken, logprob_entry
 
 
 def constraint_of(
@@ -81,7 +78,7 @@ def prepare(
     tenant: str,
     *,
     param: str = "messages",
-) -> tuple[GenerationSpec, ParserOptions]:
+) -> tuple[GenerationSpec, AnswerOptions]:
     """Render the chat and check all options.
 
     Args:
@@ -144,23 +141,21 @@ def prepare(
         constraint = after_reasoning(constraint) if starts_thinking else constraint
         sampling = end_with_grammar(service, sampling)
     single_call = body.parallel_tool_calls is False
-    parser_options = ParserOptions(tool_form, names, service.thinks, starts_thinking, continued, single_call)
+    options = AnswerOptions(
+        tool_form, names, service.thinks, starts_thinking, single_call, continued, bool(body.return_token_ids)
+    )
     spec = GenerationSpec(
         key,
         reuse,
         [prompt],
         sampling,
         body.n or 1,
-        agent,
-        constraint,
-        parser_options.keys_of,
-        body.priority or 0,
-        body.repair,
-        body.max_kl,
-        steps=step.steps,
-        fixed_tokens=step.fixed_tokens,
+        constraint=constraint,
+        keys_of=options.keys_of,
+        **step._asdict(),
+        **body.engine_options,
     )
-    return spec, parser_options
+    return spec, options
 
 
 def _constraint(
@@ -185,101 +180,56 @@ def _constraint(
     return call_constraint(functions, CALL_FORMS[service.tool_form], is_single=is_single, answer=constraint)
 
 
-class ChatAnswer:
-    """Answer of one chat request, whole or streamed."""
+class ChatEncoder(ChoiceEncoder):
+    """Answers of one chat in OpenAI's JSON."""
 
-    def __init__(
-        self,
-        service: InferenceService,
-        body: ChatCompletionRequest,
-        running: RunningRequest,
-        parser_options: ParserOptions,
-    ) -> None:
-        self._body = body
-        self._has_logprobs, self._num_top = bool(body.logprobs), body.top_logprobs or 0
-        self._service = service
-        self._loop = AnswerLoop(
-            service,
-            running,
-            parser_options,
-            has_logprobs=self._has_logprobs,
-            returns_ids=bool(body.return_token_ids),
-        )
-        self._prompt_ids = {"prompt_token_ids": running.spec.prompts[0].tokens} if body.return_token_ids else {}
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
-        running.name_response(self._head["id"], body.model)
+    def __init__(self, loop: AnswerLoop, body: ChatCompletionRequest) -> None:
+        super().__init__(loop, body, "chatcmpl", "chat.completion", "chat.completion.chunk")
+        self._num_top, self._has_reasoning = body.top_logprobs or 0, body.include_reasoning is not False
 
-    async def whole(self) -> dict[str, Any]:
+    def whole(self, events: Sequence[tuple[ParsedAnswer, AnswerEvent]]) -> dict[str, Any]:
         """Return the response of a request that does not stream."""
-        await self._loop.complete()
-        choices = []
-        for answer in self._loop.answers:
-            content = answer.content if answer.content or not answer.calls else None
-            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-            if answer.reasoning and self._body.include_reasoning is not False:
-                message["reasoning_content"] = answer.reasoning
-            if answer.calls:
-                message["tool_calls"] = answer.tool_calls
-            entry: dict[str, Any] = {"index": answer.index, "message": message, "finish_reason": answer.finish_reason}
-            entry["logprobs"] = self._logprobs(answer.tokens) if self._has_logprobs else None
-            if self._body.return_token_ids:
-                entry["token_ids"] = answer.take_token_ids()
-            choices.append(entry)
-        usage = self._loop.usage()
-        scores = partial(prompt_logprobs_of, self._body, self._loop.running, self._text_of)
-        fields = self._prompt_ids | await encode(self._service, self._loop.running, scores)
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **fields}
+        first = self._loop.answers[0]
+        response = self._response([self._choice(answer) for answer in self._loop.answers])
+        return {**response, **self._prompt_ids(first), **self._prompt_logprobs(first)}
 
-    async def events(self) -> AsyncIterator[str]:
-        """Yield the server-sent events of a streamed request."""
-        loop, usage = self._loop, StreamUsage(self._loop, self._body.stream_options)
-        is_plain = not (self._has_logprobs or self._body.return_token_ids or usage.is_continuous)
+    def _choice(self, answer: ParsedAnswer) -> dict[str, Any]:
+        content = answer.content if answer.content or not answer.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.reasoning and self._has_reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = answer.tool_calls
+        choice: dict[str, Any] = {"index": answer.index, "message": message, "finish_reason": answer.finish_reason}
+        choice["logprobs"] = self._logprobs(answer.tokens) if self._loop.has_logprobs else None
+        return choice | ({"token_ids": answer.take_token_ids()} if self._returns_ids else {})
 
-        def text_event(index: int, text: str) -> str:
-            answer = loop.answers[index]
-            return self._chunk(answer, {"content": text}, usage.fields(answer))
+    def start(self) -> str:
+        """Return an event of every answer with its role."""
+        delta = {"role": "assistant", "content": ""}
+        choices = [(answer, _chunk(answer, delta)) for answer in self._loop.answers]
+        return "".join(self._event(answer, choice, **self._prompt_ids(answer)) for answer, choice in choices)
 
-        text_events = TextEvents(text_event)
-        is_first = True
-        async for events in loop.steps():
-            chunks = []
-            if is_first:
-                for answer in loop.answers:
-                    first = {**usage.fields(answer), **self._prompt_ids}
-                    chunks.append(self._chunk(answer, {"role": "assistant", "content": ""}, first))
-                is_first = False
-            for answer, event in events:
-                if is_plain and event.kind == "content":
-                    chunks.append(text_events.event(answer.index, event.text))
-                elif event.kind != "reasoning" or self._body.include_reasoning is not False:
-                    delta = _delta(answer, event)
-                    chunks.append(self._chunk(answer, delta, usage.fields(answer), event))
-            if chunks:
-                yield "".join(chunks)
-        if usage.is_included:
-            yield sse({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": loop.usage()})
-        yield SSE_END
-
-    def _chunk(
-        self,
-        answer: ParsedAnswer,
-        delta: Mapping[str, Any],
-        fields: Mapping[str, Any],
-        event: AnswerEvent | None = None,
-    ) -> str:
-        finish_reason = answer.finish_reason if event is not None and event.kind == "end" else None
-        choice: dict[str, Any] = {"index": answer.index, "delta": delta, "finish_reason": finish_reason}
-        choice["logprobs"] = self._logprobs(event.tokens) if event is not None and event.tokens else None
-        if self._body.return_token_ids and event is not None and (token_ids := answer.take_token_ids()):
+    def write(self, answer: ParsedAnswer, event: AnswerEvent, *, is_first: bool) -> str:
+        """Return the event of a part of an answer."""
+        if event.kind == "reasoning" and not self._has_reasoning:
+            return ""
+        choice = _chunk(answer, _delta(answer, event))
+        if event.kind == "end":
+            choice["finish_reason"] = answer.finish_reason
+        if event.tokens:
+            choice["logprobs"] = self._logprobs(event.tokens)
+        if self._returns_ids and (token_ids := answer.take_token_ids()):
             choice["token_ids"] = token_ids
-        return sse({**self._head, "object": "chat.completion.chunk", "choices": [choice], **fields})
-
-    def _text_of(self, token: int) -> str:
-        return label(self._loop.token_bytes.of(token))
+        return self._event(answer, choice)
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
         entries = [logprob_entry(token, self._loop.token_bytes, self._num_top) for token in tokens]
         return {"content": entries, "refusal": None}
+
+
+def _chunk(answer: ParsedAnswer, delta: Mapping[str, Any]) -> dict[str, Any]:
+    return {"index": answer.index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 
 def _delta(answer: ParsedAnswer, event: AnswerEvent) -> dict[str, Any]:

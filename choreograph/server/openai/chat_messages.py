@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationInfo
 
-from ..body_types import Items
+from ..request_body import Items
 from .chat_turns import parse_arguments
 
 MAX_MESSAGES = 32_768  # of a chat, whatever the context holds; refused before any of them is read

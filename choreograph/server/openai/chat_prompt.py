@@ -9,13 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from ...api.chat import ChatTemplate, Turn
 from ...errors import ConfigError, InvalidRequestError
-from ...models.template_sandbox import ChatRejectedError, RenderedChat, TemplateLimitError, render_messages
-from ..api_errors import prompt_too_long
+from ...models.template_sandbox import ChatRejectedError, RenderedChat, TemplateLimitError
+from ..api_errors import context_exceeded
 from .chat_turns import ChatTurn, ChatTurnDict, SystemTurns, foldings, parse_arguments, tools_as_text
 
 _TOOL_NAME, _PROBES = "choreograph_probe", ("choreograph probe", "choreograph sample")
@@ -106,7 +105,7 @@ def answer_key(content: str | None, tool_calls: Sequence[Mapping[str, Any]]) -> 
 
 
 class ChatRenderer:
-    """Chat template of one tokenizer, with tools and cuts between messages."""
+    """Prompts of chats, in forms that the template accepts, with tools and cuts between messages."""
 
     def __init__(self, chat_template: ChatTemplate) -> None:
         self._template = chat_template
@@ -141,7 +140,7 @@ class ChatRenderer:
         """Return whether the template accepts a chat and writes some texts."""
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
-            rendered = self._render_as_is(messages, True, tools, {}).text
+            rendered = self._template.render(messages, add_generation_prompt=True, tools=tools).text
         except (ChatRejectedError, TemplateLimitError):
             return False
         return all(text in rendered for text in texts)
@@ -156,7 +155,7 @@ class ChatRenderer:
             ApiError: if the chat has too many messages.
         """
         if len(messages) > max_tokens:
-            raise prompt_too_long(max_tokens, param, f"{len(messages):,} messages")
+            raise context_exceeded(max_tokens, param, f"sent {len(messages):,} messages, which have more")
 
     def tokenize(
         self, text: str, *, opening: bool = False, max_tokens: int | None = None, param: str = "prompt"
@@ -171,9 +170,14 @@ class ChatRenderer:
         Raises:
             ApiError: if the text is too long.
         """
-        if max_tokens is not None and self._template.is_longer(text, max_tokens):
-            raise prompt_too_long(max_tokens, param, f"a text of {len(text):,} characters")
+        if max_tokens is not None:
+            self.check_length(text, max_tokens, param)
         return self._template.encode_text(text, opening=opening)
+
+    def check_length(self, text: str, max_tokens: int, param: str) -> None:
+        """Refuse a text that certainly has too many tokens, without tokenizing all of it."""
+        if self._template.is_longer(text, max_tokens):
+            raise context_exceeded(max_tokens, param, f"sent a text of {len(text):,} characters, which has more")
 
     def prompt(
         self,
@@ -211,10 +215,12 @@ class ChatRenderer:
         if not self.knows_tools:
             chat = tools_as_text(chat, tools)
         native_tools = list(tools) if tools and self.knows_tools else None
+        options: dict[str, Any] = {"tools": native_tools, "variables": variables}
         if continue_final_message:
-            chat, rendered = self._render_open(chat, native_tools, variables, param)
+            chat, rendered = self._render_open(chat, param, options)
         else:
-            chat, rendered = self._render(chat, add_generation_prompt, native_tools, variables, param)
+            options["add_generation_prompt"] = add_generation_prompt
+            chat, rendered = self._render(chat, param, options)
         tokens = self.tokenize(rendered.text, max_tokens=max_tokens, param=param)
         if not with_segments:
             return ChatPrompt(tokens)
@@ -231,12 +237,12 @@ class ChatRenderer:
         )
 
     def _render_open(
-        self, turns: Sequence[ChatTurn], tools: Any, variables: Any, param: str
+        self, turns: Sequence[ChatTurn], param: str, options: Mapping[str, Any]
     ) -> tuple[Sequence[ChatTurn], RenderedChat]:
         """Render a chat up to the end of the last message's text."""
         content = turns[-1].fields["content"]
         marked: Sequence[ChatTurn] = [*turns[:-1], turns[-1].with_fields(content=content + _CONTENT_END)]
-        marked, rendered = self._render(marked, False, tools, variables, param)
+        marked, rendered = self._render(marked, param, options)
         text, separator, rest = rendered.text.rpartition(_CONTENT_END.rstrip())
         if not separator or content.strip() not in text:
             raise InvalidRequestError(
@@ -255,26 +261,26 @@ class ChatRenderer:
             return []
 
     def _render(
-        self, turns: Sequence[ChatTurn], add_generation_prompt: bool, tools: Any, variables: Any, param: str
+        self, turns: Sequence[ChatTurn], param: str, options: Mapping[str, Any]
     ) -> tuple[Sequence[ChatTurn], RenderedChat]:
         """Return the first form that the template accepts, and its rendering."""
         for folded in foldings(turns, self._system_turns):
             messages = [turn.fields for turn in folded]
             try:
-                return folded, self._render_as_is(messages, add_generation_prompt, tools, variables)
+                return folded, self._template.render(messages, **options)
             except ChatRejectedError as exc:
                 reason, index = str(exc), exc.message_index
             except TemplateLimitError as exc:
                 raise InvalidRequestError(f"{param}: {exc}: send fewer or shorter messages") from None
         if index is None:
-            index = self._first_rejected(messages, add_generation_prompt, tools, variables)
+            index = self._first_rejected(messages, options)
         turn = folded[index]
         place = f"{param}[{turn.index}]" if param == "messages" else param
         raise InvalidRequestError(
             f"{place}: the chat template rejects message {turn.index} of the chat, of role {turn.role!r}: {reason}"
         )
 
-    def _first_rejected(self, messages: Sequence[ChatTurnDict], *options: Any) -> int:
+    def _first_rejected(self, messages: Sequence[ChatTurnDict], options: Mapping[str, Any]) -> int:
         """Return the index of the first message that the template rejects.
 
         Renders log2(messages) times.
@@ -283,28 +289,11 @@ class ChatRenderer:
         while first < last:
             middle = (first + last) // 2
             try:
-                self._render_as_is(messages[: middle + 1], *options)
+                self._template.render(messages[: middle + 1], **options)
                 first = middle + 1
             except (ChatRejectedError, TemplateLimitError):
                 last = middle
         return first
-
-    def _render_as_is(
-        self, messages: Sequence[ChatTurnDict], add_generation_prompt: bool, tools: Any, variables: Any
-    ) -> RenderedChat:
-        if self._template.has_template:
-            return render_messages(
-                self._tokenizer,
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                variables=variables,
-            )
-        lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
-        bos = self._tokenizer.bos_token if self._template.bos_ids else ""
-        ends = accumulate(map(len, lines), initial=len(bos))
-        text = bos + "".join(lines) + ("Assistant:" if add_generation_prompt else "")
-        return RenderedChat(text, tuple(enumerate(ends)))
 
 
 def _chat_turn(turn: ChatTurnDict, index: int) -> ChatTurn:

@@ -7,9 +7,11 @@ Templates that accept few orders of roles get turns that are joined: see `foldin
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from ..request_body import walk
 
 TOOL_PROMPT = """# Tools
 
@@ -164,7 +166,7 @@ def parse_arguments(arguments: Any) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
-    return arguments if _is_deep(value) else value
+    return arguments if any(depth >= MAX_ARGUMENT_DEPTH for depth, _ in walk(value)) else value
 
 
 def _refuse_number(text: str) -> float:
@@ -174,16 +176,3 @@ def _refuse_number(text: str) -> float:
 def _finite_float(text: str) -> float:
     value = float(text)
     return value if math.isfinite(value) else _refuse_number(text)
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_ARGUMENT_DEPTH):
-        level = [child for item in level for child in _children(item)]
-        if not level:
-            return False
-    return True
-
-
-def _children(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

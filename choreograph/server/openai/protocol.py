@@ -5,29 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from ...api.call import SAMPLING_FIELDS
 from ...errors import InvalidRequestError
 from ...features.guard import OnLeak
 from ...sampling_params import SamplingParams
-from ..body_types import MAX_NAME_CHARS, MAX_TOP_LOGPROBS, Items, LabelNames
+from ..request_body import MAX_NAME_CHARS, MAX_TOP_LOGPROBS, Items, LabelNames
 from ..server_config import ReuseMode
 from .chat_messages import BodyPart, ChatMessages, as_turn
-
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "skip_special_tokens",
-)
 
 
 class _Body(BaseModel):
@@ -45,7 +29,7 @@ class ChoreographyOptions(_Body):
     """Reuse of messages that are not a prefix."""
 
     reuse: ReuseMode | None = None  # None: the server's default
-    workflow: Annotated[str, Field(max_length=256)] | None = None  # requests of one workflow share messages
+    workflow: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # requests of one workflow share messages
     agent: AgentName | None = None  # whose turn it is: for reports, and for eviction by steps
     # to the next execution of every agent, None for never; None: those of the declared graph, or learned ones
     steps: Annotated[dict[AgentName, Steps | None], Field(max_length=256)] | None = None
@@ -62,7 +46,7 @@ class ChoreographyOptions(_Body):
     # of every message, its first position; None: after the message before it
     offsets: Items[Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None] | None = None
     # of /v1/completions: the prompt is PML and imports modules of this schema
-    prompt_schema: Annotated[str | None, Field(alias="schema", max_length=256)] = None
+    prompt_schema: Annotated[str | None, Field(alias="schema", max_length=MAX_NAME_CHARS)] = None
 
 
 class StreamOptions(BodyPart):
@@ -205,14 +189,10 @@ class _GenerationBody(_Body):
         return self.cache_salt or "", self.extra_key or ""
 
     @property
-    def repair(self) -> float | None:
-        """Share of reused tokens to compute again; None for none."""
-        return None if self.choreography is None else self.choreography.repair
-
-    @property
-    def max_kl(self) -> float | None:
-        """Divergence to stay within, nats a token; None for the server's."""
-        return None if self.choreography is None else self.choreography.max_kl
+    def engine_options(self) -> dict[str, Any]:
+        """Options that the engine takes as they are; None for the server's."""
+        choreography = self.choreography or ChoreographyOptions()
+        return {"priority": self.priority or 0, "repair": choreography.repair, "max_kl": choreography.max_kl}
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -225,7 +205,7 @@ class _GenerationBody(_Body):
         Raises:
             SamplingError: if a parameter is out of range.
         """
-        options: dict[str, Any] = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        options: dict[str, Any] = {name: getattr(self, name, None) for name in SAMPLING_FIELDS}
         options = {name: value for name, value in options.items() if value is not None}
         options["stop"] = tuple(text for text in _as_list(options.pop("stop", ())) if text)
         if "logit_bias" in options:

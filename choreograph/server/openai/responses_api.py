@@ -2,33 +2,82 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from ...errors import InvalidRequestError
-from ..api_errors import explain_validation
-from ..running_request import RunningRequest
-from ..service import InferenceService
+from ..api_errors import ApiError, explain_validation
 from ..structured.output_parser import FunctionCall
-from .answer_loop import AnswerEvent, AnswerLoop, ParserOptions
+from .answer_loop import AnswerEvent, AnswerLoop, ParsedAnswer
 from .event_stream import sse
 from .protocol import ChatCompletionRequest, ResponsesRequest
-from .response_store import StoredResponse
 from .token_text import logprob_entry
 
-SHARED_FIELDS = (
-    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "structured_outputs", "choreography",
-    "cache_salt", "extra_key", "priority", "session_id", "chat_template_kwargs", "skip_special_tokens",
-    "parallel_tool_calls",
-)  # fmt: skip
+# fields of a chat that mean the same here
+SHARED_FIELDS = ChatCompletionRequest.model_fields.keys() & ResponsesRequest.model_fields.keys() - {
+    *("stream", "stream_options", "return_token_ids", "tools", "tool_choice", "top_logprobs")
+}
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 # fields of a chat that have another name here
 FIELD_NAMES = {"messages": "input", "response_format": "text"}
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """Response that a later request can continue."""
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]  # of the chat up to its answer, without instructions
+    num_bytes: int  # of the request and its answer
+
+
+@dataclass
+class _TenantResponses:
+    """Responses of one tenant, the oldest first."""
+
+    by_id: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+    def pop(self, response_id: str) -> None:
+        self.num_bytes -= self.by_id.pop(response_id).num_bytes
+
+
+class ResponseStore:
+    """Stored responses by tenant and id; a tenant's oldest are dropped.
+
+    Args:
+        max_responses: of one tenant.
+        max_bytes: of one tenant's requests and answers.
+    """
+
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._tenants: dict[str, _TenantResponses] = {}
+
+    def add(self, tenant: str, stored: StoredResponse) -> None:
+        responses = self._tenants.setdefault(tenant, _TenantResponses())
+        responses.by_id[stored.response["id"]] = stored
+        responses.num_bytes += stored.num_bytes
+        while len(responses.by_id) > self._max_responses or responses.num_bytes > self._max_bytes:
+            responses.pop(next(iter(responses.by_id)))
+
+    def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
+        """Return a response, or raise an ApiError of status 404."""
+        responses = self._tenants.get(tenant)
+        stored = None if responses is None else responses.by_id.get(response_id)
+        if stored is None:
+            raise ApiError(404, f"Response with id '{response_id}' not found.", param=param, code="not_found")
+        return stored
+
+    def remove(self, tenant: str, response_id: str) -> None:
+        self.get(tenant, response_id)
+        self._tenants[tenant].pop(response_id)
 
 
 def to_chat(
@@ -127,35 +176,60 @@ def _format_of(text: Mapping[str, Any] | None) -> Any:
     return {"type": form["type"]}
 
 
-class ResponseAnswer:
-    """Answer of one responses request, whole or streamed.
+class ResponseEncoder:
+    """The answer of one responses request as a list of output items.
 
-    Output items are in the order in which the model wrote them: reasoning, texts and calls.
+    Items are in the order in which the model wrote them: reasoning, texts and calls.
+
+    Args:
+        messages: of the chat, without instructions.
+        keep: called with the complete response, for later requests; None: it is not stored.
+        num_bytes: of the request.
     """
+
+    is_plain = False
 
     def __init__(
         self,
-        service: InferenceService,
+        loop: AnswerLoop,
         body: ResponsesRequest,
-        running: RunningRequest,
-        parser_options: ParserOptions,
         messages: list[dict[str, Any]],
+        keep: Callable[[StoredResponse], object] | None = None,
+        num_bytes: int = 0,
     ) -> None:
-        self._body, self._messages = body, messages
-        has_logprobs = running.spec.sampling.logprobs is not None
-        self._loop = AnswerLoop(service, running, parser_options, has_logprobs=has_logprobs)
-        self._answer = self._loop.answers[0]
-        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
-        running.name_response(self._id, body.model)
+        self.id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._loop, self._body, self._answer = loop, body, loop.answers[0]
+        self._messages, self._keep, self._num_bytes = messages, keep, num_bytes
+        self._num_top = body.top_logprobs or 0
         self._output: list[dict[str, Any]] = []  # items; the last one may be open
         self._is_open = False
         self._num_events = 0
+
+    def whole(self, events: Sequence[tuple[ParsedAnswer, AnswerEvent]]) -> dict[str, Any]:
+        """Return the complete response."""
+        for _, event in events:
+            self._write(event)
+        return self._complete()
+
+    def start(self) -> str:
+        """Return the events of a response without output."""
+        created = self._response("in_progress", [], None)
+        return "".join(self._event(f"response.{kind}", response=created) for kind in ("created", "in_progress"))
+
+    def write(self, answer: ParsedAnswer, event: AnswerEvent, *, is_first: bool) -> str:
+        """Append a part of the answer to the output; return its events."""
+        return "".join(self._write(event))
+
+    def end(self) -> str:
+        """Return the event of the complete response."""
+        response = self._complete()
+        return self._event(f"response.{response['status']}", response=response)
 
     def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         body = self._body
         is_cut = status == "incomplete"
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -181,48 +255,8 @@ class ResponseAnswer:
             "metadata": body.metadata or {},
         }
 
-    def stored(self, response: dict[str, Any], num_bytes: int) -> StoredResponse:
-        """Return what a later request needs to continue this response.
-
-        Args:
-            num_bytes: of the request.
-        """
-        answer = self._answer
-        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
-        if answer.calls:
-            message["tool_calls"] = answer.tool_calls
-        num_chars = len(answer.content) + len(answer.reasoning) + sum(len(call.arguments) for call in answer.calls)
-        return StoredResponse(response, [*self._messages, message], num_bytes + 4 * num_chars)
-
-    async def whole(self) -> dict[str, Any]:
-        """Return the complete response."""
-        async for events in self._loop.steps():
-            for _, event in events:
-                self._write(event)
-        return self._complete()
-
-    async def events(self, on_complete: Any) -> AsyncIterator[str]:
-        """Yield the server-sent events of a streamed response.
-
-        Args:
-            on_complete: called with the complete response before its last event.
-        """
-        created = self._response("in_progress", [], None)
-        is_first = True
-        async for events in self._loop.steps():
-            chunks = []
-            if is_first:
-                chunks = [self._event(f"response.{kind}", response=created) for kind in ("created", "in_progress")]
-                is_first = False
-            for _, event in events:
-                chunks += self._write(event)
-            if chunks:
-                yield "".join(chunks)
-        response = self._complete()
-        on_complete(response)
-        yield self._event(f"response.{response['status']}", response=response)
-
     def _complete(self) -> dict[str, Any]:
+        """Return the complete response, after storing it."""
         usage = self._loop.usage()
         counts = {
             "input_tokens": usage["prompt_tokens"],
@@ -232,7 +266,16 @@ class ResponseAnswer:
             "total_tokens": usage["total_tokens"],
             "choreography": usage["choreography"],
         }
-        return self._response("incomplete" if self._is_cut else "completed", self._output, counts)
+        response = self._response("incomplete" if self._is_cut else "completed", self._output, counts)
+        if self._keep is not None:
+            answer = self._answer
+            message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+            if answer.calls:
+                message["tool_calls"] = answer.tool_calls
+            num_chars = len(answer.content) + len(answer.reasoning) + sum(len(call.arguments) for call in answer.calls)
+            num_bytes = self._num_bytes + 4 * num_chars
+            self._keep(StoredResponse(response, [*self._messages, message], num_bytes))
+        return response
 
     @property
     def _is_cut(self) -> bool:
@@ -264,10 +307,6 @@ class ResponseAnswer:
             part["logprobs"] += entries
             fields["logprobs"] = entries
         return [*events, self._event(f"response.{part['type']}.delta", **self._place, **fields)]
-
-    @property
-    def _num_top(self) -> int:
-        return self._body.top_logprobs or 0
 
     @property
     def _place(self) -> dict[str, Any]:

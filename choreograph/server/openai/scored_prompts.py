@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from ...errors import InvalidRequestError
 from ...outputs import TokenLogprob
@@ -11,13 +11,9 @@ from ..running_request import RunningRequest
 from ..service import InferenceService
 from .chat_prompt import ChatPrompt
 from .protocol import ChatCompletionRequest, CompletionRequest
-from .token_text import MIN_LOGPROB, PlacedToken, TokenBytes, TokenPlacer
-
-T = TypeVar("T")
+from .token_text import MIN_LOGPROB, PlacedToken, TokenBytes, TokenPlacer, label
 
 MAX_SCORES = 1 << 16  # log-probabilities of prompts in one response; a prompt with one alternative always fits
-
-SCORE_BYTES = 64  # of one of them in a response, about
 
 
 def check_prompt_scoring(body: ChatCompletionRequest | CompletionRequest) -> None:
@@ -56,34 +52,12 @@ def check_scored_size(
         )
 
 
-async def encode(service: InferenceService, running: RunningRequest, function: Callable[[], T]) -> T:
-    """Run a function that writes a part of an answer.
-
-    A scored prompt is written in a worker thread: the event loop would wait for it.
-    """
-    spec = running.spec
-    if spec.sampling.prompt_logprobs is None:
-        return function()
-    num_scores = sum(len(prompt.tokens) for prompt in spec.prompts) * (1 + spec.sampling.prompt_logprobs)
-    return await service.pool.run(spec.key.tenant, num_scores * SCORE_BYTES, function)
-
-
 def prompt_logprobs_of(
-    body: ChatCompletionRequest | CompletionRequest,
-    running: RunningRequest,
-    text_of: Callable[[int], str],
-    index: int = 0,
-) -> dict[str, Any]:
-    """Return vLLM's field of one answer; empty if not requested.
-
-    Args:
-        text_of: returns the text of a token id.
-    """
-    num_top, text_of = body.prompt_logprobs, cache(text_of)  # the likeliest tokens are often the same
-    if num_top is None:
-        return {}
-    scores = running.prompt_scores(index)
-    return {"prompt_logprobs": [item and _by_token(_with_top(item, num_top), text_of) for item in scores]}
+    scores: Sequence[TokenLogprob | None], num_top: int, token_bytes: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`."""
+    text_of = cache(lambda token: label(token_bytes.of(token)))  # the likeliest tokens are often the same
+    return [None if item is None else _by_token(_with_top(item, num_top), text_of) for item in scores]
 
 
 def _by_token(item: TokenLogprob, text_of: Callable[[int], str]) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from ...errors import ConfigError
-from ...vllm.reuse_params import CONNECTOR_OPTION, VERSION
+from ...vllm.reuse_params import CONNECTOR_OPTION, VERSION, report_of, store_param, transfer_params
 from ..api_errors import ApiError
-from ..request_body import check_headers, check_path, parse_body
+from ..request_body import MAX_NAME_CHARS, LabelNames, check_headers, check_path, parse_body
 from ..server_config import ProxyConfig, ReuseMode
 from .upstream_answer import HOP_HEADERS, AnswerRecord, Reply, read_events
 from .upstream_prompt import Tokenize, can_reuse, find_cuts, find_turn_tokens, read_prompt
@@ -48,9 +48,9 @@ class ProxyOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     reuse: ReuseMode = "auto"
-    workflow: Annotated[str, Field(max_length=256)] = "default"  # requests of one workflow share entries
+    workflow: Annotated[str, Field(max_length=MAX_NAME_CHARS)] = "default"  # requests of one workflow share entries
     repair: Annotated[float, Field(ge=0, le=1)] | None = None  # share of reused tokens to compute again
-    labels: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64)] = []
+    labels: LabelNames = []
 
 
 class PlanRefused(Exception):
@@ -86,9 +86,8 @@ class ProxiedCall:
         fields: dict[str, Any] = {
             key: self.body[key] for key in ("model", "cache_salt", "priority") if key in self.body
         }
-        choreograph = {"mode": "spans", **parameters, **self.parameters}
         options = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-        return fields | options | {"kv_transfer_params": {"choreograph": choreograph}}
+        return fields | options | transfer_params({"mode": "spans", **parameters, **self.parameters})
 
 
 class UpstreamResponse(Response):
@@ -202,7 +201,7 @@ class UpstreamProxy:
         The server finds whole messages if the client asks for that.
         """
         parameters = {"mode": "messages", **call.parameters} if call.options.reuse == "messages" else {"mode": "exact"}
-        body = call.body | {"kv_transfer_params": {"choreograph": parameters}}
+        body = call.body | transfer_params(parameters)
         await self._relay("POST", call.path, call.headers, json.dumps(body).encode(), reply)
 
     async def _answer(self, call: ProxiedCall, reply: Reply) -> None:
@@ -253,8 +252,8 @@ class UpstreamProxy:
                 parameters["store"][-1]["stop"] = None  # with the answer
             if releases := self.store.take_releases(call.tenant):
                 parameters["release"] = releases
-            choreograph = {"mode": "spans", **parameters, **call.parameters}
-            body = call.body | {"return_token_ids": True, "kv_transfer_params": {"choreograph": choreograph}}
+            reuse = transfer_params({"mode": "spans", **parameters, **call.parameters})
+            body = call.body | {"return_token_ids": True} | reuse
             headers = [item for item in call.headers if item[0] != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))
             async with self.client.stream("POST", call.path, json=body, headers=headers) as answer:
@@ -322,18 +321,12 @@ class UpstreamProxy:
         """
         body = call.internal_body(plan.tokens[:1], {"query": self.store.names(call.tenant)})
         answer = await self.client.post("/v1/completions", json=body, headers=call.internal_headers)
-        state = _state_of(answer.json()) if answer.status_code == 200 else {}
-        return list(state.get("missing") or ())
+        report = (report_of(answer.json()) if answer.status_code == 200 else None) or {}
+        return list(report.get("missing") or ())
 
 
 def _placement(spans: Iterable[PromptPart], stored: Iterable[PromptPart]) -> dict[str, Any]:
-    stores = [{"entry": part.entry.name, "start": part.start, "stop": part.stop} for part in stored]
-    return {"spans": to_spans(spans), "store": stores}
-
-
-def _state_of(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the connector says in an answer."""
-    return (answer.get("kv_transfer_params") or {}).get("choreograph") or {}
+    return {"spans": to_spans(spans), "store": [store_param(part.entry.name, part.start, part.stop) for part in stored]}
 
 
 def _target(request: Request) -> str:
@@ -357,7 +350,7 @@ def _read_options(value: Any, headers: Mapping[str, str]) -> ProxyOptions:
     texts = {name: headers.get(f"x-choreography-{name}") for name in ProxyOptions.model_fields}
     options: dict[str, Any] = {name: text for name, text in texts.items() if text}
     if "labels" in options:
-        options["labels"] = [label.strip() for label in options["labels"].split(",")]
+        options["labels"] = list(filter(None, map(str.strip, options["labels"].split(","))))
     try:
         return ProxyOptions.model_validate(options | value if isinstance(value, dict) else value or options)
     except ValidationError as exc:
@@ -384,9 +377,9 @@ def check_upstream(config: ProxyConfig) -> bool:
             path = "/tokenize"
             tokens = client.post(path, json={"model": model, "prompt": "a"}).raise_for_status().json()["tokens"]
             path = "/v1/completions"
-            parameters = {"choreograph": {"mode": "spans", "query": ["probe"]}}
-            body = {"model": model, "prompt": tokens[-1:], "max_tokens": 1, "kv_transfer_params": parameters}
-            state = _state_of(client.post(path, json=body).raise_for_status().json())
+            query = transfer_params({"mode": "spans", "query": ["probe"]})
+            body = {"model": model, "prompt": tokens[-1:], "max_tokens": 1, **query}
+            state = report_of(client.post(path, json=body).raise_for_status().json()) or {}
     except httpx.HTTPStatusError as exc:
         status = exc.response.status_code
         fix = "give --api-key" if status in (401, 403) else "give the address of a vLLM server"

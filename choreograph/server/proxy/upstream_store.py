@@ -7,7 +7,6 @@ functions run in the event loop.
 
 import hashlib
 import itertools
-import secrets
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...namespace import serialize
-from ..reuse.span_index import MIN_SPAN, Span, SpanIndex, common_length, gaps_between
+from ...vllm.reuse_params import new_name
+from ..reuse.context_index import ROOT, ContextIndex, extend_lineage, longest
+from ..reuse.span_index import MIN_SPAN, Span, SpanIndex, gaps_between
 
 MAX_RELEASES = 1024  # names of dropped entries that wait for a request which releases them
-
-ROOT = b""  # lineage of a prompt that starts anew
 
 SOURCES = ("prefix", "message", "quoted", "computed")  # where prompt tokens come from
 
@@ -47,7 +45,7 @@ class UpstreamEntry:
 
     tokens: list[int]
     lineage: bytes  # of the tokens before them
-    name: str = field(default_factory=lambda: secrets.token_hex(16))  # unknown to other clients of the server
+    name: str = field(default_factory=new_name)
 
     @cached_property
     def digest(self) -> bytes:
@@ -114,7 +112,7 @@ class _TenantEntries:
     def __init__(self) -> None:
         self.entries: OrderedDict[str, UpstreamEntry] = OrderedDict()  # by name
         self.num_tokens = 0
-        self.children: dict[tuple[bytes, int], list[UpstreamEntry]] = {}  # by lineage and first token
+        self.contexts: ContextIndex[UpstreamEntry] = ContextIndex()
         self.by_content: dict[tuple[int, ...], UpstreamEntry] = {}
         self.spans: SpanIndex[UpstreamEntry] = SpanIndex()
 
@@ -122,10 +120,10 @@ class _TenantEntries:
         """Add an entry; return False if an equal one is there."""
         if entry.name in self.entries:
             return True
-        siblings = self.children.setdefault((entry.lineage, entry.tokens[0]), [])
+        siblings = self.contexts.followers(entry.lineage, entry.tokens[0])
         if any(other.tokens == entry.tokens for other in siblings):  # a concurrent request stored it too
             return False
-        siblings.append(entry)
+        self.contexts.add(entry)
         self.entries[entry.name] = entry
         self.num_tokens += len(entry.tokens)
         self.by_content[tuple(entry.tokens)] = entry
@@ -135,10 +133,7 @@ class _TenantEntries:
     def remove(self, entry: UpstreamEntry) -> None:
         del self.entries[entry.name]
         self.num_tokens -= len(entry.tokens)
-        branch = entry.lineage, entry.tokens[0]
-        self.children[branch].remove(entry)
-        if not self.children[branch]:
-            del self.children[branch]
+        self.contexts.remove(entry)
         if self.by_content.get(tuple(entry.tokens)) is entry:
             del self.by_content[tuple(entry.tokens)]
         self.spans.remove(entry)
@@ -158,10 +153,7 @@ class _TenantEntries:
         self, lineage: bytes, tokens: list[int], start: int, stop: int
     ) -> tuple[UpstreamEntry, int] | None:
         """Return the entry that continues a context furthest, and how far."""
-        entries = self.children.get((lineage, tokens[start]), ()) if start < stop else ()
-        lengths = [(common_length(entry.tokens, tokens, start, stop), entry) for entry in entries]
-        length, entry = max(lengths, key=lambda item: item[0], default=(0, None))
-        return (entry, length) if entry is not None and length >= min(MIN_SPAN, len(entry.tokens)) else None
+        return longest(self.contexts.followers(lineage, tokens[start]), tokens, start, stop) if start < stop else None
 
 
 class _Planner:
@@ -206,8 +198,7 @@ class _Planner:
 
     def _append(self, entry: UpstreamEntry, source_start: int, stop: int, source: str) -> None:
         self.parts.append(PromptPart(self._position, stop, source, entry, source_start))
-        place = serialize((self._lineage, entry.digest, source_start, stop - self._position))
-        self._lineage = hashlib.sha256(place).digest()
+        self._lineage = extend_lineage(self._lineage, entry.digest, source_start, stop - self._position)
         self._position = stop
 
 
@@ -277,7 +268,7 @@ class EntryStore:
         for tenant in self._tenants.values():
             entries = list(tenant.entries.values())
             assert entries and tenant.num_tokens == sum(len(entry.tokens) for entry in entries), "wrong token count"
-            indexed = [entry for siblings in tenant.children.values() for entry in siblings]
+            indexed = list(tenant.contexts)
             assert set(indexed) == set(entries) and len(indexed) == len(entries), "wrong index of contexts"
             assert all(entry in tenant.spans for entry in entries), "an entry is not indexed"
             assert set(tenant.by_content.values()) <= set(entries), "wrong index of contents"

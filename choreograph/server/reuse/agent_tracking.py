@@ -7,7 +7,7 @@ and `read_declaration` run in the engine's thread.
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,9 +17,9 @@ from ...api.engine import Engine
 from ...api.session import Session
 from ...errors import InvalidRequestError
 from ...features.guard import parse_labels
-from ..body_types import MAX_NAME_CHARS
 from ..openai.chat_prompt import ChatPrompt
 from ..openai.protocol import ChoreographyOptions
+from ..request_body import MAX_NAME_CHARS, walk
 
 if TYPE_CHECKING:
     from .message_store import WorkflowKey
@@ -56,15 +56,15 @@ def agent_step(agent: str | None, options: ChoreographyOptions | None, prompts: 
     if agent is not None and not 1 <= len(agent) <= MAX_NAME_CHARS:
         raise InvalidRequestError(f"agent: {agent!r:.80}: use a name of 1 to {MAX_NAME_CHARS} characters")
     for name in ("steps", "fixed_messages", "fixed_tokens"):
-        if agent is None and getattr(options, name) is not None:
-            raise InvalidRequestError(f"{name}: belongs to an agent: give `agent` too")
+        if agent is None and (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(f"{name}={value!r:.80}: belongs to an agent: give `agent` too")
     fixed_tokens, num_messages = options.fixed_tokens, options.fixed_messages
     if num_messages is not None:
         if fixed_tokens is not None:
-            raise InvalidRequestError("fixed_messages: give it or fixed_tokens, not both")
+            raise InvalidRequestError(f"fixed_messages={num_messages}: give it or fixed_tokens, not both")
         fixed_tokens = _tokens_of(num_messages, prompts[0])
     elif fixed_tokens is not None and fixed_tokens > (shortest := min(len(prompt.tokens) for prompt in prompts)):
-        raise InvalidRequestError(f"fixed_tokens={fixed_tokens}: the prompt has {shortest} tokens")
+        raise InvalidRequestError(f"fixed_tokens={fixed_tokens}: the prompt has {shortest} tokens: use at most as many")
     return AgentStep(agent, options.steps, fixed_tokens)
 
 
@@ -72,7 +72,7 @@ def _tokens_of(num_messages: int, prompt: ChatPrompt) -> int:
     """Return the tokens of the first messages of a chat."""
     ends = prompt.message_ends
     if not ends:
-        raise InvalidRequestError("fixed_messages: a prompt without messages: use fixed_tokens")
+        raise InvalidRequestError(f"fixed_messages={num_messages}: the prompt has no messages: use fixed_tokens")
     if num_messages and num_messages not in ends:
         choices = sorted(set(ends))
         raise InvalidRequestError(
@@ -90,27 +90,15 @@ def read_declaration(body: Mapping[str, Any]) -> tuple[StepGraph, dict[str, froz
         InvalidRequestError: if it has too many names, or labels that are not of its agents.
         GraphError: if the graph is invalid.
     """
-    if sum(1 for _ in itertools.islice(_names(body), MAX_GRAPH_NAMES + 1)) > MAX_GRAPH_NAMES:
+    if sum(1 for _ in itertools.islice(walk(body), MAX_GRAPH_NAMES + 1)) > MAX_GRAPH_NAMES:
         raise InvalidRequestError(f"agents: more than {MAX_GRAPH_NAMES} agents, names and labels: declare fewer")
     labels = body.get("labels") if "agents" in body else None
     graph = StepGraph.read({name: value for name, value in body.items() if labels is None or name != "labels"})
-    if any(len(agent) > MAX_NAME_CHARS for agent in graph.agents):
-        raise InvalidRequestError(f"agents: use names of at most {MAX_NAME_CHARS} characters")
+    if longest := [agent for agent in graph.agents if len(agent) > MAX_NAME_CHARS]:
+        raise InvalidRequestError(f"agents: {longest[0]!r:.80}: use names of at most {MAX_NAME_CHARS} characters")
     if not isinstance(labels, dict | None) or not set(labels or ()) <= set(graph.agents):
         raise InvalidRequestError(f"labels: {labels!r:.80}: map declared agents to lists of labels")
     return graph, {agent: parse_labels(names, "labels") for agent, names in (labels or {}).items()}
-
-
-def _names(body: object) -> Iterator[object]:
-    """Yield every value of a body, in any nesting."""
-    values = [body]
-    while values:
-        value = values.pop()
-        yield value
-        if isinstance(value, Mapping):
-            values += value.values()
-        elif isinstance(value, (list, tuple)):
-            values += value
 
 
 class AgentTracker:
@@ -152,10 +140,11 @@ class AgentTracker:
 class TrackedWorkflow:
     """Session in prefix mode of one workflow, and its agents."""
 
+    tenant: str
     session: Session
     tracker: AgentTracker
     num_active: int = 0  # requests that run
-    num_prompt_tokens: int = 0  # as counted for the tenant
+    num_prompt_tokens: int = 0  # of its last prompts, when they were counted
     used: float = field(default_factory=time.monotonic)  # seconds, of the last request
 
 
@@ -178,9 +167,6 @@ class AgentSessions:
     ) -> None:
         self._engine, self._track, self._clock = engine, track, clock
         self._workflows: OrderedDict[SessionKey, TrackedWorkflow] = OrderedDict()  # least recently used first
-        self._tenants: dict[SessionKey, str] = {}
-        self._counts: Counter[str] = Counter()  # workflows of each tenant
-        self._tokens: Counter[str] = Counter()  # of the last prompts of each tenant
         self._uncounted: set[SessionKey] = set()  # workflows whose prompts have changed
 
     def __len__(self) -> int:
@@ -198,9 +184,7 @@ class AgentSessions:
             if tracker is None:
                 session.close()
                 return None
-            workflow = self._workflows[place] = TrackedWorkflow(session, tracker)
-            self._tenants[place] = key.tenant
-            self._counts[key.tenant] += 1
+            workflow = self._workflows[place] = TrackedWorkflow(key.tenant, session, tracker)
         self._workflows.move_to_end(place)
         workflow.num_active += 1
         workflow.used = self._clock()
@@ -208,17 +192,20 @@ class AgentSessions:
 
     def close(self, key: "WorkflowKey") -> None:
         """End a request; forget workflows that exceed the tenant's share."""
-        place, tenant = (key.client, key.workflow), key.tenant
+        place = key.client, key.workflow
         workflow = self._workflows[place]
         workflow.num_active -= 1
         self._workflows.move_to_end(place)
         workflow.used = self._clock()
         self._count_tokens()
         self._uncounted.add(place)  # its turn ends after this call
-        for other in [place for place in self._workflows if self._tenants[place] == tenant]:
-            if self._counts[tenant] <= MAX_WORKFLOWS and self._tokens[tenant] <= MAX_PROMPT_TOKENS:
+        own = {place: workflow for place, workflow in self._workflows.items() if workflow.tenant == key.tenant}
+        num_workflows, num_tokens = len(own), sum(workflow.num_prompt_tokens for workflow in own.values())
+        for other, workflow in own.items():
+            if num_workflows <= MAX_WORKFLOWS and num_tokens <= MAX_PROMPT_TOKENS:
                 break
-            self._forget(other)
+            if self._forget(other):
+                num_workflows, num_tokens = num_workflows - 1, num_tokens - workflow.num_prompt_tokens
 
     def set_steps(self, key: "WorkflowKey", steps: Mapping[str, float | None]) -> None:
         """Replace the steps of a workflow between its requests, if tracked."""
@@ -236,10 +223,9 @@ class AgentSessions:
 
     def set_graph(self, tenant: str, name: str) -> None:
         """Track the agents of a workflow anew, since its graph has changed."""
-        for place in [place for place, owner in self._tenants.items() if (owner, place[1]) == (tenant, name)]:
-            if self._forget(place):
+        for place, workflow in list(self._workflows.items()):
+            if (workflow.tenant, place[1]) != (tenant, name) or self._forget(place):
                 continue
-            workflow = self._workflows[place]
             workflow.tracker.close()
             tracker = self._track(tenant, name, workflow.session)
             assert tracker is not None, "the eviction policy does not change"
@@ -248,9 +234,8 @@ class AgentSessions:
     def _count_tokens(self) -> None:
         """Count the prompts of workflows that had a request meanwhile."""
         for place in self._uncounted & self._workflows.keys():
-            workflow, num_tokens = self._workflows[place], self._workflows[place].tracker.num_prompt_tokens
-            self._tokens[self._tenants[place]] += num_tokens - workflow.num_prompt_tokens
-            workflow.num_prompt_tokens = num_tokens
+            workflow = self._workflows[place]
+            workflow.num_prompt_tokens = workflow.tracker.num_prompt_tokens
         self._uncounted.clear()
 
     def _forget(self, place: SessionKey) -> bool:
@@ -259,10 +244,6 @@ class AgentSessions:
         if workflow.num_active:
             return False
         del self._workflows[place]
-        tenant = self._tenants.pop(place)
-        self._counts[tenant] -= 1
-        self._tokens[tenant] -= workflow.num_prompt_tokens
-        self._counts, self._tokens = +self._counts, +self._tokens  # without tenants that have none
         workflow.session.close()
         return True
 
@@ -272,13 +253,10 @@ class AgentSessions:
             self._forget(place)
 
     def check(self) -> None:
-        """Raise AssertionError if counts disagree or a limit is exceeded."""
-        assert self._tenants.keys() == self._workflows.keys(), "a tenant is missing"
-        assert self._counts == Counter(self._tenants.values()), "wrong number of workflows"
-        tokens = Counter[str]()
-        for place, workflow in self._workflows.items():
-            tokens[self._tenants[place]] += workflow.num_prompt_tokens
-            assert workflow.num_active or not workflow.session.messages, "a message was not released"
-        assert +self._tokens == +tokens, "wrong number of tokens"
-        if not any(workflow.num_active for workflow in self._workflows.values()):
-            assert max(self._counts.values(), default=0) <= MAX_WORKFLOWS, "too many workflows"
+        """Raise AssertionError if a message was kept or a limit is exceeded."""
+        workflows = self._workflows.values()
+        idle = [workflow for workflow in workflows if not workflow.num_active]
+        assert not any(workflow.session.messages for workflow in idle), "a message was not released"
+        if len(idle) == len(workflows):
+            counts = Counter(workflow.tenant for workflow in workflows)
+            assert max(counts.values(), default=0) <= MAX_WORKFLOWS, "too many workflows"

@@ -42,6 +42,14 @@ class SourceCounts:
     def cached(self) -> int:
         return self.prefix + self.message + self.quoted + self.remote + self.other_model
 
+    @property
+    def total(self) -> int:
+        return self.cached + self.computed
+
+    def fields(self) -> dict[str, int]:
+        """Return the counts under the names that clients read."""
+        return {f"{name}_tokens": number for name, number in vars(self).items()}
+
 
 @dataclass
 class Plan:

@@ -22,6 +22,7 @@ from ...namespace import Client
 from ...request.request import RequestState
 from ..api_errors import ApiError
 from .agent_tracking import AgentSessions, AgentTracker
+from .context_index import ContextIndex
 from .span_index import SpanIndex
 
 K = TypeVar("K")
@@ -137,7 +138,7 @@ class MessageIndex:
 
     def __init__(self) -> None:
         self.by_content: dict[object, StoredMessage] = {}  # by `MessageKey`
-        self.children: dict[tuple[bytes | None, int], list[StoredMessage]] = {}  # by lineage and first token
+        self.contexts: ContextIndex[StoredMessage] = ContextIndex()
         self.spans: SpanIndex[StoredMessage] = SpanIndex()
 
     def find_content(self, key: object, *, allow_partial: bool = True) -> StoredMessage | None:
@@ -366,7 +367,7 @@ class MessageStore:
         )
         for content_key in content_keys:
             index.by_content[content_key] = stored
-        index.children.setdefault((lineage, stored.tokens[0]), []).append(stored)
+        index.contexts.add(stored)
         if with_spans:
             index.spans.add(stored, stored.tokens)
         workflow.num_stored += 1
@@ -397,10 +398,7 @@ class MessageStore:
         for content_key in stored.content_keys:
             if index.by_content.get(content_key) is stored:
                 del index.by_content[content_key]
-        branch = stored.lineage, stored.tokens[0]
-        index.children[branch].remove(stored)
-        if not index.children[branch]:
-            del index.children[branch]
+        index.contexts.remove(stored)
         if stored in index.spans:
             index.spans.remove(stored)
         stored.message.release()
@@ -421,9 +419,7 @@ class MessageStore:
         keys = self.messages
         for key, workflow in self._workflows.items():
             own = [stored for stored, its_key in keys.items() if its_key == key]
-            indexed = [
-                item for index in workflow.indexes.values() for items in index.children.values() for item in items
-            ]
+            indexed = [item for index in workflow.indexes.values() for item in index.contexts]
             assert workflow.num_stored == len(own) == len(indexed), "wrong message count"
             assert all(stored.index is workflow.indexes[stored.message.labels] for stored in own), "wrong labels"
             assert {stored.message for stored in own} <= set(workflow.session.messages), "a stored message was released"

@@ -1,42 +1,64 @@
-"""Bodies of /v1/choreograph: sessions of the library over HTTP."""
+"""Bodies of /v1/choreograph: sessions of the library over HTTP.
 
-from typing import Annotated, Any, Literal
+The options of sessions and calls are those of `api/call.py`. Other fields are options of registered features, which
+check them.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, create_model
+
+from ...api.call import CallOptions, SessionOptions
+from ...features.budget import Budget
 from ...features.guard import OnLeak
-from ...outputs import BASE_MODEL, KVReuse, Mode
-from ..body_types import MAX_NAME_CHARS, Items, LabelNames
+from ...features.repair.options import Repair
+from ...outputs import BASE_MODEL, Mode
+from ..request_body import MAX_NAME_CHARS, Items, LabelNames
 
 MAX_CALLS, MAX_MESSAGES = 256, 4096  # of one request, of one session
 
-Share = Annotated[float, Field(ge=0, le=1)]
+_NAMES = {"Budget": Budget, "OnLeak": OnLeak, "Repair": Repair}  # in annotations of `api/call.py`
 
 
 class _StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class GuardBody(_StrictBody):
-    """Labels and clearance of a session or call; None: the default."""
-
-    labels: LabelNames | None = None
-    clearance: LabelNames | None = None
-    on_leak: OnLeak | None = None
+class _OptionsBody(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue]
 
     @property
-    def guard(self) -> dict[str, Any]:
-        return {"labels": self.labels, "clearance": self.clearance, "on_leak": self.on_leak}
+    def options(self) -> dict[str, Any]:
+        """Options of the library and of features, if they are set."""
+        fields = type(self).__annotations__  # those of the class itself are no options
+        return {name: value for name, value in self if name not in fields and value is not None}
 
 
-class SessionBody(GuardBody):
+def _json_type(annotation: Any) -> Any:
+    """Return the type of an option without what JSON has not."""
+    if get_origin(annotation) is Iterable:
+        return LabelNames
+    arguments = get_args(annotation)
+    if arguments and get_origin(annotation) is not Literal:
+        return Union[tuple(_json_type(item) for item in arguments if item not in (Budget, Repair))]  # noqa: UP007
+    return annotation
+
+
+def _body_of(options: Any) -> Any:
+    """Return the class of bodies that have some options."""
+    hints = get_type_hints(options, localns=_NAMES)
+    fields: dict[str, Any] = {name: (_json_type(hint) | None, None) for name, hint in hints.items()}
+    return create_model(options.__name__, __base__=_OptionsBody, **fields)
+
+
+class SessionBody(_body_of(SessionOptions)):  # type: ignore[misc]  # a class that is made
     """Options of `Engine.session`."""
 
     mode: Mode = "choreographed"
     seed: int | None = None
     model: str = BASE_MODEL
-    repair: Share | None = None
-    max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     workflow: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = (
         None  # whose step graph the session's agents follow
     )
@@ -60,17 +82,11 @@ class ParentBody(_StrictBody):
 
 Prompt = str | Items[int] | TurnBody
 
-SCHEMA_FIELDS = {
-    "kind",
-    "tokens",
-    "prompt_schema",
-    "agent",
-    "sampling",
-    "forced_tokens",
-}  # a call with a schema has no other
+# a call with a schema has no other
+SCHEMA_FIELDS = {"kind", "tokens", "prompt_schema", "agent", "sampling", "forced_tokens"}
 
 
-class CallBody(GuardBody):
+class CallBody(_body_of(CallOptions)):  # type: ignore[misc]
     """One `prefill` or `decode`."""
 
     kind: Literal["prefill", "decode"]
@@ -78,9 +94,6 @@ class CallBody(GuardBody):
     parents: Items[ParentBody] = Field(default_factory=list, max_length=MAX_MESSAGES)
     offsets: Items[int | None] | None = None
     new_offset: int | None = None
-    model: str | None = None
-    kv_reuse: KVReuse = "recompute"
-    repair: Share | None = None
     agent: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # whose turn the calls of one request are
     prompt_schema: str | None = Field(None, alias="schema")  # `tokens` are PML and import modules of this schema
     sampling: dict[str, JsonValue] | None = None

@@ -6,28 +6,30 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from ...api.call import PROMPT_NAMES
 from ...api.chat import EncodedTurn, Turn
 from ...api.message import Message
 from ...api.session import Session
 from ...api.validation import follows_system_turn, require_chat_template
-from ...errors import ChoreographError, InvalidRequestError
+from ...errors import ChoreographError, ConfigError, InvalidRequestError
 from ...kv_cache.manager import POLL_SECONDS
 from ...messages.handle import MessageSlice
 from ...namespace import UNSALTED, Client
 from ...outputs import BASE_MODEL, TokenLogprob
 from ...request.request import RequestState
 from ...sampling_params import SamplingParams
-from ..api_errors import ApiError, overloaded, prompt_too_long, to_api_error
-from ..body_types import MAX_TOP_LOGPROBS
+from ..api_errors import ApiError, overloaded, to_api_error
 from ..dashboard.request_log import SESSION
 from ..engine_thread import Generation
-from ..openai.scored_prompts import MAX_SCORES, SCORE_BYTES
+from ..openai.answer_loop import SCORE_BYTES
+from ..openai.scored_prompts import MAX_SCORES
+from ..request_body import MAX_TOP_LOGPROBS
 from ..service import InferenceService
 from .agent_tracking import AgentTracker
 from .remote_bodies import (
@@ -56,6 +58,16 @@ class EncodedCall(NamedTuple):
     footer: list[int] | EncodedTurn | None = None
 
 
+@dataclass
+class OpenSession:
+    """Session of a client."""
+
+    session: Session
+    tracker: AgentTracker | None  # of the agents
+    messages: dict[str, Message] = field(default_factory=dict)  # unreleased ones by id
+    used: float = field(default_factory=time.monotonic)  # seconds, of the last call
+
+
 class RemoteSessions:
     """Open sessions by tenant and id; used in the engine's thread.
 
@@ -64,16 +76,13 @@ class RemoteSessions:
     """
 
     def __init__(self, service: InferenceService) -> None:
-        self._service, self._max_sessions = service, service.share.sessions
-        self._sessions: dict[tuple[str, str], Session] = {}
-        self._used: dict[tuple[str, str], float] = {}  # time.monotonic() of the last call
-        self._messages: dict[tuple[str, str], dict[str, Message]] = {}  # unreleased ones by id
+        self._service, self._max_sessions = service, service.share.max_sessions
+        self._sessions: dict[tuple[str, str], OpenSession] = {}
         self._unfinished: dict[str, list[Message]] = {}  # calls of each tenant
-        self._trackers: dict[tuple[str, str], AgentTracker | None] = {}  # of the agents
 
     def open(self, tenant: str, body: SessionBody) -> str:
         now = time.monotonic()
-        for key in [key for key, used in self._used.items() if now - used > IDLE_SECONDS]:
+        for key in [key for key, session in self._sessions.items() if now - session.used > IDLE_SECONDS]:
             self.close(*key)
         if sum(owner == tenant for owner, _ in self._sessions) >= self._max_sessions:
             raise ApiError(
@@ -83,44 +92,45 @@ class RemoteSessions:
                 code="too_many_sessions",
             )
         model = BASE_MODEL if body.model == self._service.model_name else body.model
-        options = {"repair": body.repair, "max_kl": body.max_kl, **body.guard}
         session = self._service.engine.session(
-            mode=body.mode, seed=body.seed, client_id=Client(tenant, UNSALTED), model=model, **options
+            mode=body.mode, seed=body.seed, client_id=Client(tenant, UNSALTED), model=model, **body.options
         )
-        session_id = uuid.uuid4().hex
-        self._sessions[tenant, session_id], self._messages[tenant, session_id] = session, {}
         tracker = self._service.planner.store.track(tenant, body.workflow or "", session)
-        self._trackers[tenant, session_id] = tracker
-        self._used[tenant, session_id] = now
+        session_id = uuid.uuid4().hex
+        self._sessions[tenant, session_id] = OpenSession(session, tracker)
         return session_id
 
     def close(self, tenant: str, session_id: str) -> None:
-        self.get(tenant, session_id).close()
-        for table in (self._sessions, self._used, self._messages, self._trackers):
-            del table[tenant, session_id]
+        self.get(tenant, session_id).session.close()
+        del self._sessions[tenant, session_id]
 
     def close_all(self) -> None:
         for key in list(self._sessions):
             self.close(*key)
 
-    def get(self, tenant: str, session_id: str) -> Session:
+    def get(self, tenant: str, session_id: str) -> OpenSession:
         session = self._sessions.get((tenant, session_id))
         if session is None:
             raise ApiError(404, f"session {session_id} is not open: open a new one", code="SessionClosedError")
-        self._used[tenant, session_id] = time.monotonic()
+        session.used = time.monotonic()
         return session
 
+    def messages(self, tenant: str, session_id: str) -> dict[str, Message]:
+        """Return the messages of a session by id; none if it is not open."""
+        session = self._sessions.get((tenant, session_id))
+        return {} if session is None else session.messages
+
     def message(self, tenant: str, session_id: str, message_id: str) -> Message:
-        self.get(tenant, session_id)
-        message = self._messages[tenant, session_id].get(message_id)
+        message = self.get(tenant, session_id).messages.get(message_id)
         if message is None:
-            raise ApiError(404, f"message {message_id} was released", code="MessageReleasedError")
+            raise ApiError(
+                404, f"message {message_id} was released: keep it until its last use", code="MessageReleasedError"
+            )
         return message
 
     def encode(self, tenant: str, session_id: str, body: CallsBody) -> list[EncodedCall]:
         """Tokenize the texts of calls; runs in a worker thread."""
-        messages = self._messages.get((tenant, session_id), {})
-        result = []
+        messages, result = self.messages(tenant, session_id), []
         for call in body.calls:
             if call.prompt_schema is not None and isinstance(call.tokens, str):
                 result.append(EncodedCall(self._service.schemas.resolve(tenant, call.prompt_schema, call.tokens)))
@@ -142,11 +152,10 @@ class RemoteSessions:
         service, template = self._service, require_chat_template(self._service.engine.chat)
         if isinstance(prompt, list):
             return prompt
-        text = prompt if isinstance(prompt, str) else prompt.text
-        if template.is_longer(text, service.max_model_len):
-            raise prompt_too_long(service.max_model_len, "tokens", f"a text of {len(text):,} characters")
         if isinstance(prompt, str):
-            return template.encode_text(prompt, opening=is_first and bool(prompt))
+            limit, opening = service.max_model_len, is_first and bool(prompt)
+            return service.renderer.tokenize(prompt, opening=opening, max_tokens=limit, param="tokens")
+        service.renderer.check_length(prompt.text, service.max_model_len, "tokens")
         turn = Turn(**prompt.model_dump())
         options = {"opening": is_first and turn.opening, "after_system": follows_system_turn(tuple(parents))}
         if kind == "prefill":
@@ -162,17 +171,19 @@ class RemoteSessions:
         Args:
             encoded: texts of the calls, from `encode`.
         """
-        session, messages = self.get(tenant, session_id), self._messages[tenant, session_id]
+        opened = self.get(tenant, session_id)
+        session, messages = opened.session, opened.messages
         if len(messages) + len(body.calls) > MAX_MESSAGES:
-            raise ApiError(400, f"a session holds at most {MAX_MESSAGES} messages: release some", code="ConfigError")
+            raise ConfigError(
+                f"the session would hold {len(messages) + len(body.calls)} messages: release some, {MAX_MESSAGES} fit"
+            )
         self._check_queue(tenant, len(body.calls))
-        kind = body.calls[0].kind
-        if any(call.kind != kind for call in body.calls):
-            raise ApiError(400, "calls: use calls of one kind", code="InvalidRequestError")
-        agent, tracker = body.calls[0].agent, self._trackers[tenant, session_id]
-        if any(call.agent != agent for call in body.calls):
-            raise ApiError(400, "agent: use calls of one agent", code="InvalidRequestError")
-        turn = nullcontext() if agent is None or tracker is None else tracker.agent(agent)
+        for name in ("kind", "agent"):
+            values = list(dict.fromkeys(getattr(call, name) for call in body.calls))
+            if len(values) > 1:
+                raise InvalidRequestError(f"calls: of several values of {name}, {values}: send each in its own request")
+        kind, agent = body.calls[0].kind, body.calls[0].agent
+        turn = nullcontext() if agent is None or opened.tracker is None else opened.tracker.agent(agent)
         if any(call.prompt_schema is not None for call in body.calls):
             with turn:
                 submitted = [self._generate(tenant, session, body, encoded[0].prompt)]
@@ -197,11 +208,14 @@ class RemoteSessions:
         call = body.calls[0]
         given = call.model_dump(exclude_defaults=True).keys()
         if len(body.calls) > 1 or not given <= SCHEMA_FIELDS or call.kind != "decode":
-            raise ApiError(
-                400, "schema: submit one decode, without parents or options of them", code="InvalidRequestError"
+            others = sorted(given - SCHEMA_FIELDS) or "nothing else"
+            raise InvalidRequestError(
+                f"schema: {len(body.calls)} calls, a {call.kind} with {others}: submit one decode, without parents or "
+                "options of them"
             )
         if call.prompt_schema is None or not isinstance(call.tokens, str):
-            raise ApiError(400, "schema: the prompt is one PML text", code="InvalidRequestError")
+            kind = type(call.tokens).__name__
+            raise InvalidRequestError(f"schema={call.prompt_schema!r}: the prompt is a {kind}: give one PML text")
         cache, sampling = self._service.schemas.cache_of(prompt), self._sampling(call)
         return cache.generate(session, prompt.resolved, sampling=sampling, forced_tokens=call.forced_tokens)
 
@@ -211,20 +225,25 @@ class RemoteSessions:
             message = self.message(tenant, session_id, parent.id)
             is_slice = parent.start is not None and parent.stop is not None
             parents.append(MessageSlice(message, parent.start or 0, parent.stop or 0) if is_slice else message)
-        arguments: dict[str, Any] = {"parents": parents, "offsets": call.offsets, "new_offset": call.new_offset}
-        arguments |= {"model": call.model, "kv_reuse": call.kv_reuse, "repair": call.repair, **call.guard}
-        if call.kind == "prefill":
-            return {"tokens": encoded.prompt, **arguments}
-        arguments |= {"sampling": self._sampling(call), "forced_tokens": call.forced_tokens}
-        return {"header": encoded.prompt, "footer": encoded.footer, **arguments}
+        arguments = {
+            PROMPT_NAMES[call.kind]: encoded.prompt,
+            "parents": parents,
+            "offsets": call.offsets,
+            "new_offset": call.new_offset,
+            **call.options,
+        }
+        if call.sampling is not None:
+            arguments["sampling"] = self._sampling(call)
+        own = {"footer": encoded.footer, "forced_tokens": call.forced_tokens}
+        return arguments | {name: value for name, value in own.items() if value is not None}
 
     def release(self, tenant: str, session_id: str, message_id: str) -> None:
         self.message(tenant, session_id, message_id).release()
-        del self._messages[tenant, session_id][message_id]
+        del self.messages(tenant, session_id)[message_id]
 
     def message_names(self, tenant: str, session_id: str) -> dict[int, str]:
         """Return the ids of a session's messages by those of the engine."""
-        messages = list(self._messages.get((tenant, session_id), {}).items())  # a copy: another thread adds some
+        messages = list(self.messages(tenant, session_id).items())  # a copy: another thread adds some
         return {message.id: message_id for message_id, message in messages}
 
     async def pieces(self, message: Message) -> AsyncIterator[str]:
@@ -259,7 +278,7 @@ class RemoteSessions:
 
     async def finish(self, tenant: str, session_id: str) -> None:
         """Wait until all messages of a session are complete."""
-        await _finish(list(self._messages.get((tenant, session_id), {}).values()))
+        await _finish(list(self.messages(tenant, session_id).values()))
 
     def _sampling(self, call: CallBody) -> SamplingParams:
         """Return the sampling of a call, with the limits of other requests."""
@@ -276,7 +295,7 @@ class RemoteSessions:
         """Raise an error if a tenant has too many unfinished calls."""
         unfinished = self._unfinished.setdefault(tenant, [])
         unfinished[:] = [message for message in unfinished if not message._is_finished()]
-        limit = max(MAX_CALLS, CALLS_PER_REQUEST * self._service.share.requests)
+        limit = max(MAX_CALLS, CALLS_PER_REQUEST * self._service.share.max_requests)
         if len(unfinished) + num_calls > limit:
             raise overloaded(limit, "calls")
 
@@ -328,7 +347,8 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
     @router.post("")
     async def open_session(body: SessionBody, tenant: str = tenant_dependency) -> dict[str, Any]:
         """Open a session."""
-        return {"id": await run(lambda: sessions.open(tenant, body), tenant)}
+        session_id = await run(lambda: sessions.open(tenant, body), tenant)
+        return {"id": session_id, "options": list(service.engine.core.features.parsers)}
 
     @router.delete("/{session_id}")
     async def close_session(session_id: str, tenant: str = tenant_dependency) -> dict[str, Any]:
@@ -362,7 +382,7 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         message = await run(lambda: sessions.message(tenant, session_id, message_id), tenant, session_id)
         if message.kind != "decode":
             raise ApiError(
-                400, f"message {message_id} is a prefill: only a decode generates", code="InvalidRequestError"
+                400, f"message {message_id} is a prefill: read its values instead", code="InvalidRequestError"
             )
 
         async def lines() -> AsyncIterator[str]:
@@ -399,7 +419,7 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         """Return the summed token counts of a session, whose messages it completes."""
         await run(lambda: sessions.get(tenant, session_id), tenant, session_id)
         await sessions.finish(tenant, session_id)  # reading the usage would run the engine until then
-        usage = await run(lambda: sessions.get(tenant, session_id).usage, tenant, session_id)
+        usage = await run(lambda: sessions.get(tenant, session_id).session.usage, tenant, session_id)
         return asdict(usage)
 
     app.include_router(router)

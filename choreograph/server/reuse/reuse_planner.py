@@ -5,7 +5,6 @@ session, found again by its content. auto: quotes of stored messages are found a
 All functions run in the engine's thread.
 """
 
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -20,12 +19,12 @@ from ...api.message import Message
 from ...errors import InvalidRequestError, LeakError
 from ...features.layer_variants import prefill_layers
 from ...messages.handle import MessageSlice
-from ...namespace import serialize
 from ...utils import call_all
 from ..openai.chat_prompt import ChatPrompt
 from ..server_config import ReuseMode
 from .agent_tracking import NO_AGENT, AgentStep
 from .answer_plan import Answer, Plan, SourceCounts, decode_prompt
+from .context_index import ROOT, extend_lineage, longest
 from .exact_reuse import plan_exact
 from .message_store import (
     MessageIndex,
@@ -35,11 +34,7 @@ from .message_store import (
     WorkflowKey,
     find_content,
 )
-from .span_index import Span, common_length, find_spans, gaps_between
-
-MIN_PARTIAL = 16  # tokens of the shortest part of a stored message that is reused as a prefix
-
-ROOT = b""  # lineage of a prompt that starts anew
+from .span_index import Span, find_spans, gaps_between
 
 
 def plan_messages(
@@ -208,17 +203,17 @@ class _PlanBuilder:
             position: of the next token; the result is the one after these messages.
             excluded: messages that a later part of the context uses.
         """
+
+        def is_usable(stored: StoredMessage) -> bool:
+            return stored.is_usable and not stored.is_partial and stored not in excluded
+
         while position < limit:
-            best, best_length = None, 0
-            branch = self._lineage, tokens[position]
-            for stored in (stored for index in self._indexes for stored in index.children.get(branch, ())):
-                length = common_length(stored.tokens, tokens, position, limit)
-                if length > best_length and stored.is_usable and not stored.is_partial and stored not in excluded:
-                    best, best_length = stored, length
-            if best is None or best_length < min(MIN_PARTIAL, len(best.tokens)):
+            indexes = (index.contexts.followers(self._lineage, tokens[position]) for index in self._indexes)
+            found = longest(itertools.chain.from_iterable(indexes), tokens, position, limit, is_usable)
+            if found is None:
                 break
-            self._append(best, 0, best_length, "prefix" if self._is_prefix else "message")
-            position += best_length
+            self._append(found[0], 0, found[1], "prefix" if self._is_prefix else "message")
+            position += found[1]
         return position
 
     def reuse_span(self, stored: StoredMessage, start: int, stop: int) -> None:
@@ -243,8 +238,7 @@ class _PlanBuilder:
 
     def _extend(self, message: Message, start: int, stop: int, *, is_whole: bool = True) -> None:
         # a client that finds two equal ones would read messages in another's context
-        place = serialize((self._lineage, message.id, start, stop, self._next_offset))
-        self._lineage = hashlib.sha256(place).digest()
+        self._lineage = extend_lineage(self._lineage, message.id, start, stop, self._next_offset)
         part = message if is_whole else message[start:stop]
         self.parents.append(part)
         if self._fixed_tokens > 0 and self._agent is not None:

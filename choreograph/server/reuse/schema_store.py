@@ -125,8 +125,9 @@ class SchemaStore:
         Raises:
             InvalidRequestError: if the answers have a repair, which moves modules.
         """
-        if any(answer.repair for answer in answers):
-            raise InvalidRequestError("repair: modules have fixed positions; leave it out with a schema")
+        for answer in answers:
+            if answer.repair:
+                raise InvalidRequestError(f"repair={answer.repair}: modules have fixed positions; leave it out")
         cache, counts = self.cache_of(schema_prompt), SourceCounts()
         session = self._engine.session(seed=0, client_id=cache.client_id)
 

@@ -8,6 +8,7 @@ whatever its strings contain. Text that is no call is content.
 import json
 import re
 import uuid
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from .json_scanner import WHITESPACE, JsonScanner, is_json_object
@@ -59,30 +60,25 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
 
 
+@dataclass(frozen=True)
+class ParserOptions:
+    """How the answers of a request are parsed."""
+
+    tool_form: str | None = None  # how the model writes calls; None: no tools
+    tool_names: frozenset[str] = frozenset()  # functions that may be called
+    thinks: bool = False  # <think> tags hold reasoning
+    starts_thinking: bool = False  # the prompt has opened the tag already
+    single_call: bool = False  # calls after the first are dropped
+
+
 class OutputParser:
-    """Incremental parser of one answer.
+    """Incremental parser of one answer."""
 
-    Args:
-        tool_form: how the model writes calls; None: no tools.
-        tool_names: functions that may be called.
-        thinks: <think> tags hold reasoning.
-        starts_thinking: the prompt has opened the tag already.
-        single_call: calls after the first are dropped.
-    """
-
-    def __init__(
-        self,
-        tool_form: str | None = None,
-        tool_names: frozenset[str] = frozenset(),
-        *,
-        thinks: bool = False,
-        starts_thinking: bool = False,
-        single_call: bool = False,
-    ) -> None:
-        self._form, self._names, self._single_call = tool_form, tool_names, single_call
-        self._thinks = thinks and not starts_thinking  # the tag may follow
+    def __init__(self, options: ParserOptions) -> None:
+        self._form, self._names, self._single_call = options.tool_form, options.tool_names, options.single_call
+        self._thinks = options.thinks and not options.starts_thinking  # the tag may follow
         self._state: Literal["start", "thinking", "content", "call", "call_end", "separator"] = "start"
-        if starts_thinking:
+        if options.starts_thinking:
             self._state = "thinking"
         elif not self._starts:
             self._state = "content"

@@ -5,17 +5,18 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from helpers.command_line import app
 from typer.testing import CliRunner
 
 from choreograph import SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import DataError
 from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.experiment import Experiment
 from choreograph.lab.evaluation.explain_page import render_page
 from choreograph.lab.evaluation.explain_run import explain_run, load_run
 from choreograph.lab.evaluation.run_dir import RunDirectory
-from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
-from choreograph.lab.training.dataset import collect_traces
+from choreograph.lab.evaluation.runner import evaluate_conditions
+from choreograph.lab.evaluation.traces import collect_traces
 from choreograph.lab.workflows import Condition, find
 
 EXAMPLES = [Example(f"m{i}", "math", f"What is {i} + <b>{i}</b>?", {"answer": str(2 * i)}) for i in (1, 2)]
@@ -66,12 +67,9 @@ def test_the_page_is_one_file_that_names_everything_and_escapes_texts(talker, tr
 
 def test_an_evaluation_can_be_explained_too(talker, tmp_path):
     workflow, conditions = find("single_call"), {"baseline": Condition("prefix")}
-    settings = make_run_config(
-        talker, "single_call", workflow, EXAMPLES, conditions, sampling=SAMPLING, seed=0, options={}
-    )
-    evaluate_conditions(
-        talker, workflow, EXAMPLES, conditions, RunDirectory(tmp_path / "e", settings), sampling=SAMPLING
-    )
+    experiment = Experiment("single_call", workflow, conditions, SAMPLING)
+    run_dir = RunDirectory(tmp_path / "e", experiment.settings(talker, EXAMPLES))
+    evaluate_conditions(talker, experiment, EXAMPLES, run_dir)
     _, runs = load_run(tmp_path / "e")
     assert [(r.id, r.task) for r in runs] == [(e.id, e.task) for e in EXAMPLES]
     (message,) = explain_run(talker, workflow, runs[0], measure=True)

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from benchmarks.prompt_cache_quality import documents_of, split_passages
 from choreograph.errors import DataError
-from choreograph.lab.evaluation.datasets import documents_of, load, parse_example
-from choreograph.lab.evaluation.longbench import METRICS, PROMPTS, best_score, split_passages
+from choreograph.lab.evaluation.datasets import load, parse_example
+from choreograph.lab.evaluation.longbench import METRICS, PROMPTS, best_score
 from choreograph.lab.evaluation.metrics import SCORERS, score
 
 PASSAGES = "Passage 1:\nBern\nBern is old.\nPassage 2:\nRome\nSee Passage 7: it is older.\n"

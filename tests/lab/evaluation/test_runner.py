@@ -6,15 +6,16 @@ import re
 from dataclasses import asdict
 
 import pytest
+from helpers.command_line import app
 from helpers.inspect_engine import inspect
 from typer.testing import CliRunner
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.cli.main import app
 from choreograph.console import make_console
 from choreograph.errors import ChoreographError, ConfigError, DataError, RequestFailedError
 from choreograph.lab.evaluation import report
 from choreograph.lab.evaluation.datasets import Example, make_games
+from choreograph.lab.evaluation.experiment import Experiment, example_seed
 from choreograph.lab.evaluation.fidelity import (
     measure_divergence,
     speed_rows,
@@ -26,9 +27,9 @@ from choreograph.lab.evaluation.judge import Verdict, judge_pairs, judge_prompt
 from choreograph.lab.evaluation.metrics import SCORING_VERSION
 from choreograph.lab.evaluation.report import ensure_some_succeeded, order_effect, score_table, summarize
 from choreograph.lab.evaluation.run_dir import RunDirectory, exclusive_dir
-from choreograph.lab.evaluation.runner import evaluate_conditions, example_seed, make_run_config
+from choreograph.lab.evaluation.runner import evaluate_conditions
 from choreograph.lab.evaluation.statistics import matched_pairs
-from choreograph.lab.training.dry_run import TaskTranscript, dry_run
+from choreograph.lab.replay.dry_run import TaskTranscript, dry_run
 from choreograph.lab.workflows import Condition, WorkflowRun, conditions_of, find
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=6)
@@ -37,20 +38,9 @@ BOTH = {"baseline": Condition("prefix"), "choreographed": Condition("choreograph
 
 
 def run(engine, folder, name="single_call", examples=MATH, conditions=BOTH, at_once=4, seed=0, **options):
-    settings = make_run_config(
-        engine, name, find(name), examples, conditions, sampling=SAMPLING, seed=seed, options=options
-    )
-    return evaluate_conditions(
-        engine,
-        find(name),
-        examples,
-        conditions,
-        RunDirectory(folder, settings),
-        sampling=SAMPLING,
-        seed=seed,
-        options=options,
-        concurrency=at_once,
-    )
+    experiment = Experiment(name, find(name), conditions, SAMPLING, seed, options)
+    run_dir = RunDirectory(folder, experiment.settings(engine, examples))
+    return evaluate_conditions(engine, experiment, examples, run_dir, concurrency=at_once)
 
 
 def test_the_same_seed_gives_the_same_records_however_many_run_at_once(talker, tmp_path):
@@ -64,8 +54,9 @@ def test_the_same_seed_gives_the_same_records_however_many_run_at_once(talker, t
 
 def test_two_examples_of_one_id_are_refused(talker, tmp_path):
     folder = RunDirectory(tmp_path, {})
+    experiment = Experiment("single_call", find("single_call"), {}, SamplingParams())
     with pytest.raises(DataError, match=r"have the ids \['m1'\]"):
-        evaluate_conditions(talker, find("single_call"), [MATH[0], MATH[0]], {}, folder, sampling=SamplingParams())
+        evaluate_conditions(talker, experiment, [MATH[0], MATH[0]], folder)
 
 
 def test_a_run_goes_on_where_it_stopped(talker, tmp_path):
@@ -140,9 +131,8 @@ def test_a_crowded_cache_fails_nobody(talker, tmp_path):
             inspect(talker).hf_model, EngineConfig(cache=CacheConfig(capacity=tokens, poison_freed_pages=True))
         )
         folder = RunDirectory(tmp_path / str(tokens), {})
-        result = evaluate_conditions(
-            engine, draft_and_answer, examples, condition, folder, sampling=SAMPLING, concurrency=4
-        )
+        experiment = Experiment("draft_and_answer", draft_and_answer, condition, SAMPLING)
+        result = evaluate_conditions(engine, experiment, examples, folder, concurrency=4)
         return result["choreographed"]
 
     roomy, crowded = play(1024), play(96)
@@ -345,9 +335,7 @@ def test_judges_are_told_what_was_asked():
 def test_options_that_conditions_set_are_refused(talker):
     workflow = find("multi_qa")
     with pytest.raises(ConfigError, match=r"\['topology'\].*conditions"):
-        make_run_config(
-            talker, "multi_qa", workflow, [], {}, sampling=SamplingParams(), seed=0, options={"topology": "serial"}
-        )
+        Experiment("multi_qa", workflow, {}, SamplingParams(), options={"topology": "serial"}).settings(talker, [])
 
 
 def test_a_condition_that_failed_as_a_whole_is_no_score():

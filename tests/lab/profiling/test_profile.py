@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.char_tokenizer import tokenizer
+from helpers.command_line import app
 from helpers.inspect_engine import inspect
 from helpers.model_variants import LAYERS
 from rich.console import Console
@@ -16,9 +17,9 @@ from typer.testing import CliRunner
 
 from benchmarks.reuse_figures import draw_figures, profile_top_layers, transfer_loss
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.features.other_models import EngineLoad, TransferLoad
+from choreograph.lab.profiling.profile_report import draw_profile, frontier_rows, summary_rows
 from choreograph.lab.profiling.profiler import (
     PairContext,
     ProfileConfig,
@@ -41,7 +42,6 @@ from choreograph.layer_reuse import (
     ServiceTimes,
     enable_profiled_reuse,
 )
-from choreograph.layer_reuse.profile import draw_profile, frontier_rows, summary_rows
 
 ASKED = [
     QAExample("a", "The cat is red. The dog is blue.", "What is red?", ("cat",)),
@@ -241,11 +241,11 @@ def test_a_profile_survives_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"inputs": [], "receiver_scores": [], "full_reuse_scores": [], "sender_scores": []}, "inputs .*at least 1"),
-        ({"layers": 0}, "layers .*greater than 0"),
-        ({"layers": "4"}, "layers .*valid integer"),
-        ({"receiver_scores": ["good", "bad"]}, r"receiver_scores\.0 .*number"),
-        ({"receiver_scores": [0.9, float("nan")]}, r"receiver_scores\.1 .*finite"),
+        ({"inputs": [], "receiver_scores": [], "full_reuse_scores": [], "sender_scores": []}, "inputs.*at least 1"),
+        ({"layers": 0}, "layers.*greater than 0"),
+        ({"layers": "4"}, "layers.*valid integer"),
+        ({"receiver_scores": ["good", "bad"]}, r"receiver_scores\.0.*number"),
+        ({"receiver_scores": [0.9, float("nan")]}, r"receiver_scores\.1.*finite"),
         ({"full_reuse_scores": [0.5]}, "full_reuse_scores has 1 scores for 2 inputs"),
         ({"per_layer": [[0.9, 0.7], [0.5], [0.9, 0.6], [0.9, 0.7]]}, r"per_layer\[1\] has 1 scores"),
         ({"ranges": [{"pattern": {"ranges": [[1, 2]]}, "values": [0.8]}]}, "ranges, layers 1-2 has 1 scores"),
@@ -255,9 +255,9 @@ def test_a_profile_survives_its_file(tmp_path):
         ({"receiver_f1": []}, "receiver_f1 has 0 scores"),
         ({"ranges": [{"pattern": {"ranges": [[3, 9]]}, "values": [0.8, 0.7]}]}, "the model has layers 0 to 3"),
         ({"ranges": [{"pattern": {"ranges": []}, "values": [0.8, 0.7]}]}, "a pattern without layers"),
-        ({"costs": {"1-3": "fast"}}, r"costs\.1-3 .*number"),
-        ({"costs": []}, "costs .*dictionary|costs .*object"),
-        ({"scattered": []}, "scattered Unexpected"),
+        ({"costs": {"1-3": "fast"}}, r"costs\.1-3.*number"),
+        ({"costs": []}, "costs.*dictionary|costs.*object"),
+        ({"scattered": []}, "scattered=.*Unexpected"),
     ],
 )
 def test_damaged_columns_are_refused(change, says, tmp_path):
@@ -358,7 +358,7 @@ def test_many_critical_layers_fold_on_a_terminal(tmp_path, monkeypatch):
     )
     wide.save(tmp_path / "profile.json")
     console = Console(file=StringIO(), force_terminal=True, width=80, no_color=True)
-    monkeypatch.setattr("choreograph.lab.commands.reuse_commands.make_console", lambda: console)
+    monkeypatch.setattr("choreograph.lab.commands.layer_reuse.make_console", lambda: console)
     CliRunner().invoke(app, ["reuse", "show", str(tmp_path / "profile.json")])
     shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
     assert "0.877" in shown and all(re.search(rf"\b{layer}\b", shown) for layer in range(40))

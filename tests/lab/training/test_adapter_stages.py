@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.command_line import app
 from helpers.hypothesis_profile import many
 from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
@@ -20,13 +21,22 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from choreograph import Engine, SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import ConfigError, DataError
 from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.experiment import Experiment
 from choreograph.lab.evaluation.fidelity import measure_divergence
 from choreograph.lab.evaluation.report import add_adapter_conditions
 from choreograph.lab.evaluation.run_dir import RunDirectory
-from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.evaluation.runner import evaluate_conditions
+from choreograph.lab.replay.packed_forward import (
+    BaseKVMemo,
+    compute_kv,
+    forward,
+    forward_no_grad,
+    pack,
+    pack_adapter_stages,
+)
+from choreograph.lab.replay.traced_calls import TracedCall, TraceSlice, split_adapter_stages, trace_calls
 from choreograph.lab.training import (
     TrainConfig,
     TrainingExample,
@@ -35,20 +45,11 @@ from choreograph.lab.training import (
     train,
     train_from_traces,
 )
-from choreograph.lab.training.dataset import baseline_examples, concat_examples
+from choreograph.lab.training.examples import baseline_examples, concat_examples
 from choreograph.lab.training.losses import example_losses, log_likelihood
-from choreograph.lab.training.packed_forward import (
-    BaseKVMemo,
-    compute_kv,
-    forward,
-    forward_no_grad,
-    pack,
-    pack_adapter_stages,
-)
-from choreograph.lab.training.trace import TracedCall, TraceSlice, split_adapter_stages, trace_calls
-from choreograph.lab.training.train import check_adapter_usage
 from choreograph.lab.workflows import conditions_of, find
 from choreograph.lab.workflows.run import Condition, WorkflowRun
+from choreograph.models.adapter_usage import check_adapter_usage
 
 SHORT = SamplingParams(max_tokens=5)
 LISTS = [Example(f"c{i}", "concepts", ["dog", "ball", f"tree{i}", "cat"], {}) for i in range(3)]
@@ -490,15 +491,15 @@ def test_an_adapter_for_one_stage_from_traces_to_answers(talker, talker_folder, 
     workflow = find("branch_solve_merge")
     conditions = add_adapter_conditions(conditions_of(workflow), "FT", ["merge"])
     asked = {"sampling": SHORT, "options": {}}
-    settings = make_run_config(engine, "branch_solve_merge", workflow, LISTS, conditions, seed=0, **asked)
+    experiment = Experiment("branch_solve_merge", workflow, conditions, **asked)
+    settings = experiment.settings(engine, LISTS)
     assert settings["conditions"]["serial + FT"]["adapter_stages"] == ("merge",)
     assert "adapter_stages" not in settings["conditions"]["serial"]
-    records = evaluate_conditions(
-        engine, workflow, LISTS, conditions, RunDirectory(tmp_path / "run", settings), **asked
-    )
+    records = evaluate_conditions(engine, experiment, LISTS, RunDirectory(tmp_path / "run", settings))
     unknown = {"baseline": conditions["baseline"], "x": replace(conditions["serial + FT"], adapter_stages=("merg",))}
+    unknown_stage = replace(experiment, conditions=unknown)
     with pytest.raises(ConfigError, match="merg"):
-        evaluate_conditions(engine, workflow, LISTS[:1], unknown, RunDirectory(tmp_path / "unknown", {}), **asked)
+        evaluate_conditions(engine, unknown_stage, LISTS[:1], RunDirectory(tmp_path / "unknown", {}))
     for plain, adapted in zip(records["serial"], records["serial + FT"], strict=True):
         assert not adapted.get("error")
         assert adapted["tokens"]["solve"] == plain["tokens"]["solve"], "what the base decodes is its own"

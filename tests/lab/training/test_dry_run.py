@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from choreograph import SamplingParams
 from choreograph.errors import DataError
-from choreograph.lab.training.dataset import TRACE_ADAPTER, Trace
-from choreograph.lab.training.dry_run import TaskTranscript, dry_run
-from choreograph.lab.training.trace import as_full_prompts, trace_calls
+from choreograph.lab.evaluation.traces import TRACE_ADAPTER, Trace
+from choreograph.lab.replay.dry_run import TaskTranscript, dry_run
+from choreograph.lab.replay.traced_calls import as_full_prompts, trace_calls
 from choreograph.lab.workflows import WorkflowRun, conditions_of, find
 from choreograph.lab.workflows.run import Condition
 

@@ -16,10 +16,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from choreograph import Engine
 from choreograph.errors import ConfigError
+from choreograph.lab.replay.packed_forward import forward, forward_no_grad, pack
+from choreograph.lab.replay.traced_calls import TracedCall, TraceSlice, iter_decodes, split_adapter_stages, trace_calls
 from choreograph.lab.training import TrainConfig, TrainingExample, train
 from choreograph.lab.training.losses import kv_loss, mean_baseline_kv
-from choreograph.lab.training.packed_forward import forward, forward_no_grad, pack
-from choreograph.lab.training.trace import TracedCall, TraceSlice, iter_decodes, split_adapter_stages, trace_calls
 
 
 @pytest.fixture(scope="module")

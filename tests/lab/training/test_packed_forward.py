@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from choreograph import Engine
+from choreograph.lab.replay.packed_forward import forward, forward_no_grad, pack
+from choreograph.lab.replay.traced_calls import as_full_prompts, trace_calls
 from choreograph.lab.training.losses import log_likelihood
-from choreograph.lab.training.packed_forward import forward, forward_no_grad, pack
-from choreograph.lab.training.trace import as_full_prompts, trace_calls
 from choreograph.lab.workflows import StageCall
 
 

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 from helpers import tiny_models
+from helpers.command_line import app
 from helpers.inspect_engine import inspect
 from typer.testing import CliRunner
 
 from choreograph import Engine, SamplingParams
-from choreograph.cli.main import app
 from choreograph.errors import ConfigError, DataError
 from choreograph.lab.evaluation.datasets import Example
 from choreograph.lab.evaluation.run_dir import exclusive_dir
+from choreograph.lab.replay.traced_calls import trace_calls
 from choreograph.lab.training import (
     TrainConfig,
     answer_examples,
@@ -21,9 +22,8 @@ from choreograph.lab.training import (
     make_examples,
     train_from_traces,
 )
-from choreograph.lab.training.dataset import baseline_examples
+from choreograph.lab.training.examples import baseline_examples
 from choreograph.lab.training.losses import example_losses
-from choreograph.lab.training.trace import trace_calls
 from choreograph.lab.training.train import split_traces
 from choreograph.lab.workflows import StageCall, conditions_of, find
 

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
 from choreograph.errors import ConfigError, DataError, ModelError
+from choreograph.lab.replay.packed_forward import forward, forward_no_grad, pack
+from choreograph.lab.replay.traced_calls import TracedCall, TraceSlice
 from choreograph.lab.training import TrainConfig, TrainingExample, train
 from choreograph.lab.training.losses import example_losses, log_likelihood, mean_loss, mean_losses, token_losses
-from choreograph.lab.training.packed_forward import forward, forward_no_grad, pack
-from choreograph.lab.training.trace import TracedCall, TraceSlice
 from choreograph.lab.training.train import resolve_target_modules
 
 training = sys.modules["choreograph.lab.training.train"]  # the package has a function of this name

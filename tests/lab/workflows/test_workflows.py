@@ -5,7 +5,7 @@ from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
 from choreograph.errors import ChoreographError, ConfigError, DataError, InvalidRequestError
-from choreograph.lab.evaluation.runner import source_hash
+from choreograph.lab.evaluation.experiment import code_hash
 from choreograph.lab.workflows import Condition, WorkflowRun, conditions_of, find, names, takes_pairs
 from choreograph.lab.workflows.debate_iterative import read_verdict
 from choreograph.lab.workflows.tree_of_thoughts import last_conclusion
@@ -415,11 +415,11 @@ def test_what_stands_beside_run_is_that_of_its_file(last, tmp_path):
     """However the file comes by its `run`; and a dataclass with postponed annotations is one."""
     file = tmp_path / "own.py"
     file.write_text(OWN + last)
-    before = source_hash(find(str(file)))
+    before = code_hash(find(str(file)))
     assert list(conditions_of(find(str(file)))) == ["first", "second"]
     file.write_text(OWN.replace("first", "one") + last)
     assert list(conditions_of(find(str(file)))) == ["one", "second"]
-    assert source_hash(find(str(file))) != before
+    assert code_hash(find(str(file))) != before
 
 
 def test_a_file_that_borrows_a_workflow_has_its_conditions_by_default(tmp_path):

@@ -3,16 +3,17 @@
 import json
 
 import pytest
+from helpers.command_line import app
 from helpers.fake_vllm import serving_vllm
 from helpers.live_server import make_engine
 from typer.testing import CliRunner
 
 from choreograph import SamplingParams, connect
-from choreograph.cli.main import app
 from choreograph.errors import ConfigError
 from choreograph.lab.evaluation.datasets import Example
+from choreograph.lab.evaluation.experiment import Experiment
 from choreograph.lab.evaluation.run_dir import RunDirectory
-from choreograph.lab.evaluation.runner import evaluate_conditions, make_run_config
+from choreograph.lab.evaluation.runner import evaluate_conditions
 from choreograph.lab.workflows import conditions_of, find
 from choreograph.lab.workflows.run import run_workflow
 
@@ -78,10 +79,9 @@ def test_an_evaluation_gives_the_records_of_one_in_process(served, talker, tmp_p
     def run(engine, folder):
         options = {"sampling": sampling, "seed": 0, "options": {"rounds": 1, "agents": 2}}
         conditions = conditions_of(workflow)
-        settings = make_run_config(engine, "debate_parallel", workflow, examples, conditions, **options)
-        records = evaluate_conditions(
-            engine, workflow, examples, conditions, RunDirectory(folder, settings), concurrency=3, **options
-        )
+        experiment = Experiment("debate_parallel", workflow, conditions, **options)
+        run_dir = RunDirectory(folder, experiment.settings(engine, examples))
+        records = evaluate_conditions(engine, experiment, examples, run_dir, concurrency=3)
         return {name: [r["tokens"] for r in rows] for name, rows in records.items()}
 
     assert run(engine, tmp_path / "a") == run(talker, tmp_path / "b")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 from choreograph.outputs import TokenLogprob
 from choreograph.sampling_params import SamplingParams
 from choreograph.server.engine_thread import ChoiceUpdate
-from choreograph.server.openai.answer_loop import ParserOptions
-from choreograph.server.openai.chat_completions import ChatAnswer
+from choreograph.server.openai.answer_loop import AnswerLoop, AnswerOptions
+from choreograph.server.openai.chat_completions import ChatEncoder
 from choreograph.server.openai.chat_prompt import ChatPrompt
 from choreograph.server.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
-from choreograph.server.openai.responses_api import ResponseAnswer
-from choreograph.server.openai.text_completions import CompletionAnswer
+from choreograph.server.openai.responses_api import ResponseEncoder
+from choreograph.server.openai.text_completions import CompletionEncoder
 from choreograph.server.openai.token_text import TokenBytes
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1e400, "b": "</tool_call>"}}\n</tool_call>'
@@ -43,7 +44,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 @pytest.fixture(scope="module")
 def service(talker):
-    return SimpleNamespace(engine=talker, token_bytes=TokenBytes(talker.chat))
+    return SimpleNamespace(engine=talker, token_bytes=TokenBytes(talker.chat), pool=None)
 
 
 class FakeRequest:
@@ -109,6 +110,14 @@ def read_events(events):
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
+def whole(loop, encoder):
+    return asyncio.run(loop.whole(encoder))
+
+
+def streamed(loop, encoder):
+    return read_events(loop.events(encoder))
+
+
 def fold_chat(events):
     message = {"content": "", "reasoning_content": "", "tool_calls": [], "logprobs": [], "token_ids": []}
     for event in events:
@@ -153,7 +162,7 @@ def message_of(response):
     parts=st.lists(st.sampled_from(PARTS), max_size=8),
     cuts=st.lists(st.integers(1, 60), max_size=8),
     options=st.builds(
-        ParserOptions,
+        AnswerOptions,
         st.sampled_from([None, "hermes", "llama3_json"]),
         st.just(frozenset({"add"})),
         st.booleans(),
@@ -170,29 +179,34 @@ def test_all_routes_agree_whole_or_streamed(service, parts, cuts, options, stop,
     common = {"model": "tiny", "return_token_ids": True}
     body = ChatCompletionRequest(messages=MESSAGES, logprobs=has_logprobs, top_logprobs=int(has_logprobs), **common)
 
-    def chat(items):
-        return ChatAnswer(service, body, FakeRequest(items, sampling), options)
+    options = replace(options, returns_ids=True)
 
-    expected = whole_chat(asyncio.run(chat(single).whole()))
-    assert whole_chat(asyncio.run(chat(updates).whole())) == expected
-    assert fold_chat(read_events(chat(updates).events())) == expected
+    def loop(items):
+        return AnswerLoop(service, FakeRequest(items, sampling), options)
+
+    def chat(get, items):
+        chat_loop = loop(items)
+        return get(chat_loop, ChatEncoder(chat_loop, body))
+
+    expected = whole_chat(chat(whole, single))
+    assert whole_chat(chat(whole, updates)) == expected
+    assert fold_chat(chat(streamed, updates)) == expected
     assert expected["finish_reason"] == ("tool_calls" if expected["tool_calls"] and reason == "stop" else reason)
 
     request = ResponsesRequest(model="tiny", input="x", top_logprobs=int(has_logprobs))
-    responses = [
-        ResponseAnswer(service, request, FakeRequest(items, sampling), options, []) for items in (updates, updates)
-    ]
-    whole = asyncio.run(responses[0].whole())
-    streamed = read_events(responses[1].events(lambda response: None))[-1]["response"]
-    for response in (whole, streamed):
+    loops = [loop(updates), loop(updates)]
+    first = whole(loops[0], ResponseEncoder(loops[0], request, []))
+    second = streamed(loops[1], ResponseEncoder(loops[1], request, []))[-1]["response"]
+    for response in (first, second):
         assert message_of(response).items() <= expected.items()
         assert response["status"] == ("incomplete" if reason == "length" else "completed")
-        assert response["usage"]["output_tokens_details"] == whole["usage"]["output_tokens_details"]
+        assert response["usage"]["output_tokens_details"] == first["usage"]["output_tokens_details"]
 
     completion = CompletionRequest(prompt="x", logprobs=1 if has_logprobs else None, **common)
-    answers = [CompletionAnswer(service, completion, FakeRequest(items, sampling)) for items in (updates, updates)]
-    (choice,) = asyncio.run(answers[0].whole())["choices"]
-    chunks = [chunk["choices"][0] for chunk in read_events(answers[1].events())]
+    options = AnswerOptions(returns_ids=True)
+    loops = [loop(updates), loop(updates)]
+    (choice,) = whole(loops[0], CompletionEncoder(loops[0], completion))["choices"]
+    chunks = [chunk["choices"][0] for chunk in streamed(loops[1], CompletionEncoder(loops[1], completion))]
     assert choice["text"] == "".join(chunk["text"] for chunk in chunks) == text
     assert choice["token_ids"] == [token for chunk in chunks for token in chunk["token_ids"]] == expected["token_ids"]
     if has_logprobs:
@@ -207,8 +221,9 @@ def test_bytes_of_log_probabilities_join_to_the_content(service, text, cuts):
     sampling = SamplingParams(logprobs=0)
     updates, total, _ = updates_of(service, text, cuts, sampling, "stop")
     body = ChatCompletionRequest(model="tiny", messages=MESSAGES, logprobs=True)
-    for options in (ParserOptions(), ParserOptions("hermes", frozenset({"add"}))):
-        (choice,) = asyncio.run(ChatAnswer(service, body, FakeRequest(updates, sampling), options).whole())["choices"]
+    for options in (AnswerOptions(), AnswerOptions("hermes", frozenset({"add"}))):
+        loop = AnswerLoop(service, FakeRequest(updates, sampling), options)
+        (choice,) = whole(loop, ChatEncoder(loop, body))["choices"]
         entries = choice["logprobs"]["content"]
         assert b"".join(bytes(entry["bytes"]) for entry in entries) == choice["message"]["content"].encode()
         assert choice["message"]["content"] == total == text

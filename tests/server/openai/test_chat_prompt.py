@@ -16,7 +16,6 @@ from choreograph.api.chat import ChatTemplate
 from choreograph.errors import InvalidRequestError
 from choreograph.models import template_sandbox
 from choreograph.server.api_errors import ApiError
-from choreograph.server.openai import chat_prompt
 from choreograph.server.openai.chat_messages import ChatMessage, as_turn
 from choreograph.server.openai.chat_prompt import ChatRenderer, answer_key
 from choreograph.server.openai.chat_turns import MAX_ARGUMENT_DEPTH, parse_arguments
@@ -75,7 +74,7 @@ class Counter:
 @pytest.fixture
 def renderings(monkeypatch):
     counter = Counter(template_sandbox.render_messages)
-    monkeypatch.setattr(chat_prompt, "render_messages", counter)
+    monkeypatch.setattr(text_module, "render_messages", counter)
     return counter
 
 
@@ -307,11 +306,12 @@ def test_a_chat_that_cannot_be_folded_names_the_message(renderer_of):
     assert refusal(outside, "uat").startswith("messages[2]")
 
 
-def test_a_chat_beyond_the_bounds_of_templates_is_rendered_once(renderer_of, renderings):
-    renderer = renderer_of("{% for m in messages %}{% for x in range(9999) %}{% endfor %}{% endfor %}")
+def test_a_chat_beyond_the_bounds_of_templates_is_rendered_once(renderer_of, renderings, monkeypatch):
+    renderer = renderer_of("{% for m in messages %}{{ m.content }}{% endfor %}")
     renderer.prompt(messages_of([("user", "x")]))
     before = renderings.num_calls
-    with pytest.raises(InvalidRequestError, match="300,000 iterations"):
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.0)
+    with pytest.raises(InvalidRequestError, match="runs longer than 0 s: send fewer or shorter messages"):
         renderer.prompt(messages_of([("user", "x")] * 40))
     assert renderings.num_calls == before + 1
 
@@ -331,11 +331,12 @@ def test_a_tokenizer_with_several_templates_renders_the_one_that_transformers_ch
     assert renderer.knows_tools and "tojson" in renderer.template_text
 
 
-def test_each_of_several_templates_runs_within_the_bounds(renderer_of):
+def test_each_of_several_templates_runs_within_the_bounds(renderer_of, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.1)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(InvalidRequestError, match="iterations"):
+    with pytest.raises(InvalidRequestError, match="runs longer"):
         renderer_of({"default": endless, "tool_use": endless}).prompt(messages_of([("user", "x")]))
-    with pytest.raises(InvalidRequestError, match="none is 'default'"):
+    with pytest.raises(InvalidRequestError, match="no default"):
         renderer_of({"rag": "x"}).prompt(messages_of([("user", "x")]))
 
 

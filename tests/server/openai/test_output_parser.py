@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from choreograph.server.openai.chat_prompt import answer_key
 from choreograph.server.structured.json_scanner import JsonScanner
-from choreograph.server.structured.output_parser import OutputDelta, OutputParser
+from choreograph.server.structured.output_parser import OutputDelta, OutputParser, ParserOptions
 
 NAMES = frozenset({"add", "find"})
 
 
 def parse(pieces, form=None, **options):
     """(reasoning, content, calls) of an answer that arrives in pieces."""
-    parser = OutputParser(form, NAMES, **options)
+    parser = OutputParser(ParserOptions(form, NAMES, **options))
     deltas = []
     for piece in pieces:
         deltas += [OutputDelta("content", piece)] if parser.is_transparent else parser.feed(piece)
@@ -126,7 +126,9 @@ def refuse(constant):
 
 def test_deep_nesting_needs_no_stack():
     arguments = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    (delta,) = OutputParser("hermes", NAMES).feed(f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>')
+    (delta,) = OutputParser(ParserOptions("hermes", NAMES)).feed(
+        f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    )
     assert delta.call.arguments == arguments
 
 

@@ -9,12 +9,12 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from helpers.command_line import app as cli
 from helpers.fake_vllm_chat import MODEL, serving_chats
 from helpers.live_proxy import serving_proxy
 from helpers.live_server import make_engine
 from typer.testing import CliRunner
 
-from choreograph.cli.main import app as cli
 from choreograph.errors import ConfigError
 
 SPEECH = (

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from helpers.inspect_engine import inspect
+from helpers.inspect_engine import fixed_prefix_hashes, inspect
 from helpers.live_server import make_engine, serving
 
 from choreograph.kv_cache.eviction import workflow_aware
@@ -159,7 +159,7 @@ def test_marks_and_steps_are_taken_in_every_mode(served, reuse):
     server.ask(messages, agent="coder", workflow="team", fixed_messages=1, steps=steps, reuse=reuse)
     (workflow,) = server.live.app.state.service.planner.store.workflows
     assert workflow.tracker.steps == steps
-    assert workflow.tracker._workflow.fixed_prefix_hashes("coder")
+    assert fixed_prefix_hashes(workflow.tracker._workflow, "coder")
 
 
 def test_a_completion_marks_its_first_tokens(served):

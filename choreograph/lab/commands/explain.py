@@ -39,8 +39,10 @@ def explain(
     if chosen is None:
         raise DataError(f"{run}: no example {example!r}; it has {[t.id for t in transcripts[:5]]}")
     name = workflow or settings["workflow"]
-    engine, options = common.open_engine(model, dtype, device=device), settings.get("options")
-    messages = explain_run(engine, find(name), chosen, options=options, condition=condition, measure=measure)
+    engine = common.open_engine(model, dtype, device=device)
+    messages = explain_run(
+        engine, find(name), chosen, options=settings.get("options"), condition=condition, measure=measure
+    )
     title = f"{Path(name).stem}: {chosen.id}"
     if html is not None:
         atomic_write_text(html, render_page(messages, title, f"{engine.model_info.name}, {run}"))

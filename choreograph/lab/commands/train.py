@@ -10,37 +10,38 @@ from typing import Annotated, Any
 import typer
 
 from ...cli import common
-from ...cli.common import open_engine, parse_options
+from ...cli.common import open_engine
 from ...console import make_console, print_table, print_text, progress
+from . import options
 
 
 def trace(
-    workflow: common.WorkflowArgument,
-    data: common.DataOption,
+    workflow: options.WorkflowArgument,
+    data: options.DataOption,
     out: Annotated[Path | None, typer.Option(help="The folder of the traces; a stopped run continues there.")] = None,
-    limit: common.LimitOption = None,
-    shuffle_seed: common.ShuffleSeedOption = None,
-    split: common.SplitOption = "train",
-    split_seed: common.SplitSeedOption = 0,
+    limit: options.LimitOption = None,
+    shuffle_seed: options.ShuffleSeedOption = None,
+    split: options.SplitOption = "train",
+    split_seed: options.SplitSeedOption = 0,
     model: common.ModelOption = common.DEFAULT_MODEL,
     dtype: common.DtypeOption = "auto",
     device: common.DeviceOption = "cpu",
-    option: common.WorkflowOptions = None,
+    option: options.WorkflowOptions = None,
     max_tokens: common.MaxTokensOption = 256,
     temperature: common.TemperatureOption = 1.0,
     top: Annotated[int, typer.Option(min=0, help="Likeliest tokens to keep for every token, for `--kl`.")] = 0,
     seed: common.SeedOption = 0,
-    concurrency: common.ConcurrencyOption = 32,
-    ray: common.RayOption = None,
-    ray_workers: common.RayWorkersOption = None,
+    concurrency: options.ConcurrencyOption = 32,
+    ray: options.RayOption = None,
+    ray_workers: options.RayWorkersOption = None,
 ) -> None:
     """Record the calls of a workflow on its baseline, to train on."""
     from ...sampling_params import SamplingParams
     from ..evaluation.splits import training_examples
-    from ..training.dataset import collect_traces
+    from ..evaluation.traces import collect_traces
     from ..workflows import find
 
-    common.check_ray_options(ray, ray_workers)
+    options.check_ray_options(ray, ray_workers)
     function, console = find(workflow), make_console()
     examples, validation = training_examples(
         function, data, limit=limit, seed=shuffle_seed, split=split, split_seed=split_seed
@@ -51,7 +52,7 @@ def trace(
     load_engine = partial(open_engine, model, dtype, device=device)
     engine = load_engine()
     with (
-        common.open_ray_workers(ray, ray_workers, load_engine, engine) as workers,
+        options.open_ray_workers(ray, ray_workers, load_engine, engine) as workers,
         progress(console, workflow, num_examples) as tick,
     ):
 
@@ -69,7 +70,7 @@ def trace(
             sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
             top=top,
             seed=seed,
-            options=parse_options(option),
+            options=common.parse_options(option),
             concurrency=concurrency,
             on_done=on_done,
             workers=workers,
@@ -97,7 +98,7 @@ def train(
     direct: Annotated[
         str | None, typer.Option(help="Learn to give the final answers in this workflow of one call instead.")
     ] = None,
-    adapter_stage: common.AdapterStagesOption = None,
+    adapter_stage: options.AdapterStagesOption = None,
     stage: Annotated[
         list[str] | None,
         typer.Option(help="A stage whose decodes are learned, with their context; all by default.", show_default=False),
@@ -151,8 +152,8 @@ def train(
     from ..training.train_config import TrainConfig
 
     console = make_console(quiet=as_json)
-    options = {name: context.params[name] for name in TrainConfig.__annotations__ if name in context.params}
-    config = TrainConfig(**options | {"target_modules": tuple(target_modules) if target_modules else None})
+    given = {name: context.params[name] for name in TrainConfig.__annotations__ if name in context.params}
+    config = TrainConfig(**given | {"target_modules": tuple(target_modules) if target_modules else None})
     learned = "-".join(
         [direct or condition or "reused", *(adapter_stage or ()), *(f"of-{name}" for name in stage or ())]
     )

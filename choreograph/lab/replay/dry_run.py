@@ -24,7 +24,7 @@ from ...models.info import ModelInfo
 from ...sampling_params import SamplingParams
 from ..workflows import WorkflowFunction, check_options
 from ..workflows.run import Condition, Transcript, WorkflowRun
-from .trace import TracedCall, as_full_prompts, trace_calls
+from .traced_calls import TracedCall, as_full_prompts, trace_calls
 
 
 class TaskTranscript(NamedTuple):

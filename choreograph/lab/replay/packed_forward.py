@@ -22,7 +22,7 @@ from ...attention.reference import apply_softcap_alibi, outside_window
 from ...attention.rope import Rope, rotate
 from ...models.hf_model import HFModel
 from ...outputs import BASE_MODEL
-from .trace import TracedCall, TraceSlice, check_parents, first_decode_index, iter_decodes, reorder_calls
+from .traced_calls import TracedCall, TraceSlice, check_parents, first_decode_index, iter_decodes, reorder_calls
 
 KVByLayer = dict[int, tuple[Tensor, Tensor]]  # layer: keys and values of some tokens, (1, G, N, D) each
 

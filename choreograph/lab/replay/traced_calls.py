@@ -118,22 +118,22 @@ def as_full_prompts(calls: Sequence[TracedCall]) -> list[TracedCall]:
     """
     result: list[TracedCall] = []
     texts: list[list[int]] = []  # full prompt and output of each decode
-    sources: list[list[tuple[int, int]]] = []  # call and index within it that compute each token of a text
+    origins: list[list[tuple[int, int]]] = []  # call and index within it that compute each token of a text
     for call in calls:
         if call.generated is None:
             continue
         prompt = [t for s in call.parents for t in calls[s.call].tokens[s.first : s.last]] + call.prompt
         lengths = [_common_prefix_len(text, prompt[:-1]) for text in texts]
         shared = max(lengths, default=0)
-        prefix = sources[lengths.index(shared)][:shared] if shared else []
+        prefix = origins[lengths.index(shared)][:shared] if shared else []
         parents: list[TraceSlice] = []
         offset = 0
-        for index, group in groupby(prefix, key=lambda source: source[0]):
+        for index, group in groupby(prefix, key=lambda origin: origin[0]):
             places = [place for _, place in group]
             parents.append(TraceSlice(index, places[0], places[-1] + 1, offset))
             offset += len(places)
         text = prompt + call.generated
-        sources.append([*prefix, *((len(result), k) for k in range(len(text) - shared))])
+        origins.append([*prefix, *((len(result), k) for k in range(len(text) - shared))])
         result.append(replace(call, prompt=prompt[shared:], start=shared, parents=tuple(parents), footer=()))
         texts.append(text)
     return result

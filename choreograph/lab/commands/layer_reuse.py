@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ...cli.common import DEFAULT_MODEL, DtypeOption, JsonOption, LimitOption, ModelOption, ShuffleSeedOption
+from ...cli.common import DEFAULT_MODEL, DtypeOption, JsonOption, ModelOption
 from ...console import make_console, print_table, print_text, progress
+from .options import LimitOption, ShuffleSeedOption
 
 app = typer.Typer(
     name="layer-reuse", help="DroidSpeak: one model on the KV cache of another, layer by layer.", no_args_is_help=True
@@ -78,7 +79,7 @@ def show(
 
 
 def _print_profile(profile: Any, title: str, figures: Path | None) -> None:
-    from ...layer_reuse.profile import draw_profile, frontier_rows, summary_rows
+    from ..profiling.profile_report import draw_profile, frontier_rows, summary_rows
 
     if figures is not None:
         draw_profile(profile, figures / "profile.svg")

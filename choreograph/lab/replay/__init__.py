@@ -1,0 +1,1 @@
+"""Recorded runs again: their calls without a model, and one pass over all of them."""

@@ -1,0 +1,189 @@
+"""A feature from outside: each parent is read only from a given token on.
+
+It is one class, registered with the engine; the rest of this file are its tests.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import pytest
+from helpers import tiny_models
+from helpers.live_server import serving
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from choreograph import Engine, SamplingParams, connect
+from choreograph.context.feature import READY, ContextFeature, Outcome, RequestDraft
+from choreograph.errors import ConfigError, InvalidRequestError
+from choreograph.request.request import Request
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, logprobs=0)
+
+
+@dataclass
+class FirstRead:
+    """First token of every parent that a request reads."""
+
+    token: int
+    is_applied: bool = False
+
+
+def parse_read_from(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ConfigError(f"read_from={value!r}: use a whole number, 0 or more")
+    return value
+
+
+class ReadFrom(ContextFeature):
+    """Reads each parent only from token `read_from` on; positions stay as they are."""
+
+    options = {"read_from": parse_read_from}  # noqa: RUF012
+
+    def prepare(self, draft: RequestDraft) -> None:
+        if draft.options.get("read_from") and draft.request.parents:
+            draft.request.extend(FirstRead(draft.options["read_from"]))
+
+    def namespace(self, request: Request) -> Hashable:
+        state = request.extension(FirstRead)
+        return None if state is None else state.token
+
+    def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
+        state = request.extension(FirstRead)
+        if state is None or state.is_applied:
+            return READY
+        parents, slices, offsets, end = [], [], [], 0
+        for parent, part, offset in zip(request.parents, request.parent_slices, request.offsets, strict=True):
+            first, last = part or (0, len(parent.tokens))
+            position = end if offset is None else offset
+            end = position + last - first
+            if first + state.token < last:
+                parents.append(parent)
+                slices.append((first + state.token, last))
+                offsets.append(position + state.token)
+        request.new_offset = end if request.new_offset is None else request.new_offset
+        request.parents, request.parent_slices, request.offsets = tuple(parents), tuple(slices), tuple(offsets)
+        state.is_applied = True
+        return READY
+
+
+def engine(**options):
+    return tiny_models.engine(features=[ReadFrom()], **options)
+
+
+def assert_equal(messages, others):
+    assert [message.tokens for message in messages] == [other.tokens for other in others]
+    for message, other in zip(messages, others, strict=True):
+        expected = [one.logprob for one in other.logprobs]
+        assert [one.logprob for one in message.logprobs] == pytest.approx(expected, abs=1e-5)
+
+
+TEXTS = [[5, 9, 17, 3, 44, 21, 8, 2], [7, 7, 30, 12, 1], [60, 41]]
+
+
+def ask(session, first, parents=None):
+    """Read the texts from a token on, alone and together, and with offsets."""
+    parents = parents or [session.prefill(text) for text in TEXTS]
+    own = session.prefill([33, 34, 35], parents, read_from=first)
+    calls = [([4, 6], parents, None), ([4], [own, parents[0]], None), ([8], parents[::-1], [20, 1, 9])]
+    return [session.decode(header, read, offsets, read_from=first, sampling=GREEDY) for header, read, offsets in calls]
+
+
+def ask_with_slices(session, first):
+    """The same, written with slices and offsets."""
+
+    def read(parents, offsets=None):
+        chosen, positions, end = [], [], 0
+        for index, parent in enumerate(parents):
+            position = end if offsets is None else offsets[index]
+            end = position + parent.length
+            if first < parent.length:
+                chosen.append(parent[first : parent.length])
+                positions.append(position + first)
+        return {"parents": chosen, "offsets": positions, "new_offset": end}
+
+    parents = [session.prefill(text) for text in TEXTS]
+    own = session.prefill([33, 34, 35], **read(parents))
+    calls = [([4, 6], read(parents)), ([4], read([own, parents[0]])), ([8], read(parents[::-1], [20, 1, 9]))]
+    return [session.decode(header, **options, sampling=GREEDY) for header, options in calls]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 9), st.integers(1, 64))
+def test_parents_are_read_from_the_given_token_on(first, step):
+    with engine(step=step).session() as session, tiny_models.engine(step=step).session() as other:
+        assert_equal(ask(session, first), ask_with_slices(other, first))
+        session.engine.run_until_idle()
+        session.engine.check()
+
+
+def test_the_option_separates_the_cache_and_is_a_default_of_a_session():
+    made = engine()
+    with made.session() as session, made.session(read_from=2) as reader:
+        for one in (session, reader):
+            parents = [one.prefill(text) for text in TEXTS]
+            one.prefill([33, 34], parents).result()
+        whole, part = (one.messages[-1] for one in (session, reader))
+        assert whole._request.namespace != part._request.namespace
+        again = session.prefill([33, 34], [session.prefill(text) for text in TEXTS], read_from=2)
+        assert again.finish_reason == "cached" and whole.finish_reason == part.finish_reason == "encoded"
+        assert reader.prefill([33, 34], parents, read_from=0).finish_reason == "cached"  # that of the other session
+        made.check()
+
+
+@pytest.mark.parametrize("host", [None, 96])
+def test_what_is_read_in_part_is_evicted_and_comes_back(host):
+    small, large = engine(tokens=96, host_capacity=host), engine()
+    with small.session() as session, large.session() as other:
+        texts = [[one.prefill(text) for text in TEXTS] for one in (session, other)]
+        for first in (2, 2, 3):
+            assert_equal(ask(session, first, texts[0]), ask(other, first, texts[1]))
+            session.prefill([first] * 80).release()  # takes most of the small cache
+            session.prefill([first] * 80).result().release()
+            small.check()
+    kinds = small.events.counts
+    assert kinds["evicted"] and kinds["loaded" if host else "recomputing"]
+
+
+@pytest.mark.parametrize("tokens", [48, 4096])
+def test_prefix_mode_reads_the_same_texts_and_shares_prompts_of_equal_options(tokens):
+    made = engine(tokens=tokens, page=4)
+    with made.session(mode="prefix") as session, made.session(mode="prefix") as other:
+        for first in (0, 2, 4, 2):
+            said = session.decode([4, 6], [session.prefill(text) for text in TEXTS], read_from=first, sampling=GREEDY)
+            prompt = [token for text in TEXTS for token in text[first:]] + [4, 6]
+            told = other.decode(prompt, sampling=GREEDY)
+            assert said.output_token_ids == told.output_token_ids
+        made.check()
+        if tokens > 48:
+            assert said.usage.cached_tokens == len(prompt) - 1  # of the second call with the same option
+
+
+def test_wrong_values_and_engines_without_it_are_refused():
+    with engine().session() as session:
+        parent = session.prefill([1, 2])
+        with pytest.raises(ConfigError, match="read_from=-1"):
+            session.decode([3], [parent], read_from=-1)
+    with pytest.raises(ConfigError, match="read_from='x'"):
+        engine().session(read_from="x")
+    with (
+        tiny_models.engine().session() as session,
+        pytest.raises(InvalidRequestError, match="read_from=2: no such argument"),
+    ):
+        session.decode([3], read_from=2)
+    with pytest.raises(ConfigError, match="no such option"):
+        tiny_models.engine().session(read_from=2)
+    with pytest.raises(ConfigError, match="two have the option 'read_from'"):
+        tiny_models.engine(features=[ReadFrom(), ReadFrom()])
+
+
+def test_a_server_takes_the_option(talker_folder):
+    made, local = (Engine.from_pretrained(talker_folder, features=[ReadFrom()]) for _ in range(2))
+    with serving(made) as live, connect(live.url) as remote:
+        with remote.session(seed=0) as session, local.session(seed=0) as own:
+            assert [m.tokens for m in ask(session, 2)] == [m.tokens for m in ask(own, 2)]
+        with remote.session(seed=0, read_from=2) as session, local.session(seed=0, read_from=2) as own:
+            parents = [[one.prefill(text) for text in TEXTS] for one in (session, own)]
+            said, told = (
+                one.decode([4], read, sampling=GREEDY) for one, read in zip((session, own), parents, strict=True)
+            )
+            assert said.tokens == told.tokens
