@@ -47,6 +47,11 @@ class EngineView:
         return self.core.scheduler
 
     @property
+    def queues(self) -> Any:
+        """Waiting and running requests; a test may put another waiting queue in it."""
+        return self.core.queues
+
+    @property
     def waiting(self) -> Any:
         """Queue of requests that are not admitted."""
         return self.core.scheduler.waiting
@@ -211,6 +216,11 @@ class MessageView:
     @property
     def state(self) -> Any:
         return self.request.state
+
+    @property
+    def namespace(self) -> Any:
+        """Identity of the cache that it reads and writes."""
+        return self.request.namespace
 
     @property
     def mode(self) -> str:
