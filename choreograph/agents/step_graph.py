@@ -131,7 +131,7 @@ class StepGraph:
         name: str = "",
     ) -> None:
         if not dependencies:
-            raise GraphError("a step graph needs at least one agent")
+            raise GraphError(f"dependencies={dependencies!r}: a step graph needs at least one agent")
         self.name = name
         self.dependencies = dict(dependencies)
         self.exclusive_branches = frozenset(exclusive_branches)
@@ -276,7 +276,7 @@ def _load_file(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as exc:
         raise GraphError(f"not {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from None
     if not isinstance(result, Mapping):
-        raise GraphError("map agents to what they wait for")
+        raise GraphError(f"{type(result).__name__} instead of a mapping: map agents to what they wait for")
     return result
 
 

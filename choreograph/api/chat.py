@@ -274,7 +274,9 @@ class ChatTemplate:
             if start is not None and both is not None and both.startswith(start):
                 inner = None if is_last or turn.role != "assistant" else self._turn_before_user(start, [*before, turn])
                 return both[len(start) :] if inner is None else inner
-        raise ConfigError(f"the chat template has no place for a turn of role {turn.role!r}")
+        raise ConfigError(
+            f"the chat template has no place for a turn of role {turn.role!r}: use another role, or token ids"
+        )
 
     def _turn_before_user(self, prefix: str, turns: list[Turn]) -> str | None:
         """Return the rendering after `prefix` if a user turn follows.
@@ -312,7 +314,7 @@ class ChatTemplate:
         if rendered is None or system_text.strip() not in rendered:
             rendered = self._render([Turn("user", f"{system_text}\n\n{user_text}")])
         if rendered is None:
-            raise ConfigError("the chat template has no place for a turn of role 'user'")
+            raise ConfigError("the chat template has no place for a turn of role 'user': use token ids")
         return rendered
 
     @property

@@ -141,7 +141,7 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         """
         self._check_open()
         if not isinstance(message, Message):
-            raise NotAMessageError(f"{message!r} is not a message")
+            raise NotAMessageError(f"{message!r} is not a message: give what prefill or decode returned")
         original = message._request
         namespace = replace(original.namespace, labels=frozenset(), features=())
         if message._core is not self.core or namespace != self._namespace(original.model):

@@ -51,7 +51,9 @@ def check_parents(parents: Iterable[Parent], core: object, session_id: int) -> t
     for index, arg in enumerate(parents):
         parent, label = arg.message if isinstance(arg, MessageSlice) else arg, f"parents[{index}]"
         if not isinstance(parent, MessageHandle):
-            raise NotAMessageError(f"{label}={parent!r} is not a message of this session")
+            raise NotAMessageError(
+                f"{label}={parent!r} is not a message of this session: give what its prefill or decode returned"
+            )
         if parent._core is not core or parent._request.session_id != session_id:
             raise WrongSessionError(f"{label} (message {parent.id}) belongs to another session or engine: make it here")
         if parent._request.released:

@@ -20,7 +20,7 @@ def with_layers(session: Any, message: MessageHandle, model: str, pattern: Layer
     if session.mode != "choreographed":
         raise InvalidRequestError(f"mode={session.mode!r} has no partial prefill: use mode='choreographed'")
     if message.model == model:
-        raise InvalidRequestError(f"message {message.id} was computed by {model!r} itself")
+        raise InvalidRequestError(f"message {message.id} was computed by {model!r} itself: give another model=")
     pattern.check(session.core.hf_model.model_info.layers)
     return unwrap_slice(_feature(session).rule(session, model, pattern).ensure(message))
 
@@ -78,7 +78,9 @@ def restrict_layers(
         or copy.source is not message._request
         or not (copy.layers is None or pattern.layers <= copy.layers)
     ):
-        raise InvalidRequestError(f"message {variant.id} is not a variant of {message.id} with layers {pattern}")
+        raise InvalidRequestError(
+            f"message {variant.id} is no variant of {message.id} with layers {pattern}: use what partial_prefill returned"
+        )
     if not pattern.layers:
         return below or message
     draft: RequestDraft = session.bare_draft([], variant.parents, model=variant.model)

@@ -154,7 +154,7 @@ class ContextStore:
         """
         with self._resident(name, model, layer) as entry:
             if layer in entry.layers.missing:
-                raise InvalidRequestError(f"context {name[:12]} came without layer {layer}")
+                raise InvalidRequestError(f"context {name[:12]} came without layer {layer}: ask for another one")
             return self._engine.core.cache_manager.pool.export_layer(layer, entry.slots)
 
     def fetch_hidden(self, name: str, model: str, layer: int) -> "Tensor":

@@ -192,7 +192,8 @@ def copy_kv(core: EngineCore, request: Request, *, with_inputs: bool = False) ->
     """
     if request.mode != "choreographed":
         raise InvalidRequestError(
-            f"message {request.id} was computed in {request.mode} mode, where KV entries belong to whole prompts"
+            f"message {request.id} was computed in {request.mode} mode, where KV entries belong to whole prompts: "
+            "use mode='choreographed'"
         )
     if request.layers is not None:
         raise InvalidRequestError(

@@ -124,7 +124,9 @@ def _load(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> 
         if module is model.get_output_embeddings():
             raise ModelError(f"adapter {name!r} changes {path}, the output layer: merge it into the weights instead")
         if not isinstance(module, nn.Linear):
-            raise ModelError(f"adapter {name!r} changes {path}, which is no linear layer of this model")
+            raise ModelError(
+                f"adapter {name!r} changes {path}, which is no linear layer of this model: use the model it was trained for"
+            )
         if (b.shape[0], a.shape[1]) != (module.out_features, module.in_features):
             raise ModelError(
                 f"adapter {name!r}: {path} goes from {a.shape[1]} to {b.shape[0]}; this model's from "

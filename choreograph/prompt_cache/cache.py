@@ -112,7 +112,9 @@ class PromptCache:
         selected = {tuple(path.split("/")) if isinstance(path, str) and path else tuple(path) for path in paths}
         for path in selected:
             if path not in self.layout.modules:
-                raise PromptError(f"the schema has no module {'/'.join(path)!r}")
+                raise PromptError(
+                    f"the schema has no module {'/'.join(path)!r}: it has {['/'.join(known) for known in self.layout.modules]}"
+                )
         with self._lock:
             available = self._available()
             keys = [key for key in self._run_keys() if key.path in selected and key not in available]

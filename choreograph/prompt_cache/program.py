@@ -83,7 +83,7 @@ class Program:
         """
         for name in arguments:
             if name not in self._argument_names:
-                raise PromptError(f"{self.name} has no argument {name!r}; it has {self._argument_names}")
+                raise PromptError(f"{self.name} has no argument {name!r}: it has {self._argument_names}")
         used: set[str] = set()
         imports, texts = self._build_level(self.schema.children, self._defaults | arguments, used)
         unused = [name for name in arguments if name not in used and arguments[name] not in (False, None)]

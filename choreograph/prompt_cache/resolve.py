@@ -70,7 +70,7 @@ def resolve_prompt(prompt: Prompt, layout: Layout, tokenizer: ChatTokenizer) -> 
         PromptError: if the prompt does not follow the schema.
     """
     if prompt.schema != layout.schema.name:
-        raise PromptError(f"the prompt is for schema {prompt.schema!r}, not for {layout.schema.name!r}")
+        raise PromptError(f"the prompt is for schema {prompt.schema!r}, not for {layout.schema.name!r}: name that one")
     selected = _select_modules(prompt, layout)
     used = [module for path, module in layout.modules.items() if path in selected]
     has_first_token = any(run.start == 0 for module in used for run in module.runs)

@@ -339,5 +339,7 @@ def _parent_body(parent: Any) -> dict[str, Any]:
     if isinstance(parent, RemoteSlice):
         return {"id": parent.id, "start": parent.start, "stop": parent.stop}
     if not isinstance(parent, RemoteMessage):
-        raise errors.NotAMessageError(f"{parent!r} is not a message of this session")
+        raise errors.NotAMessageError(
+            f"{parent!r} is not a message of this session: give what its prefill or decode returned"
+        )
     return {"id": parent.id}
