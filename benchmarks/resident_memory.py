@@ -45,7 +45,8 @@ pool = engine.core.cache_manager.pool
 for tensor in (*pool.keys, *pool.values):
     tensor.zero_()
 storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.core.hf_model.model.parameters()}
-result["weights"], result["cache"] = sum(storages.values()) / 2**20, pool.allocated_bytes / 2**20
+result["weights"] = sum(storages.values()) / 2**20
+result["cache"] = sum(tensor.nbytes for tensor in (*pool.keys, *pool.values, *pool.hidden.values())) / 2**20
 result["loaded"] = resident()
 with engine.session() as session:
     question = session.prefill(session.user("What is a KV cache?"))

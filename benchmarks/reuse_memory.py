@@ -33,4 +33,5 @@ def allocated_bytes(
         if reuse and pattern.layers and num_models > 1:
             variant = session.partial_prefill(text, pattern, model="reader").wait_encoded()
             assert variant.computed_layers == tuple(sorted(pattern.layers)), "computed in all layers"
-    return pool.allocated_bytes, sum(tensor.nbytes for tensor in pool.hidden.values())
+    num_input_bytes = sum(tensor.nbytes for tensor in pool.hidden.values())
+    return num_input_bytes + sum(tensor.nbytes for tensor in (*pool.keys, *pool.values)), num_input_bytes

@@ -4,6 +4,7 @@ Shapes in signatures are checked at run time in all tests: the import hook comes
 through Triton's interpreter where there is no GPU, which has to be said before anybody imports Triton.
 """
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -26,6 +27,17 @@ from choreograph.models.compilation import graph_cache
 from choreograph.models.loader import bundled_gguf, convert_gguf
 
 STOP = 2
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_not_collected():
+    """Keep what imports and earlier files created out of garbage collections, of which there is one for each engine."""
+    gc.collect()
+    gc.freeze()
 
 
 def make_llama(*, seed: int = 0, vocabulary: int = 97, positions: int = 512) -> LlamaForCausalLM:

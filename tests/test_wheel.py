@@ -28,11 +28,11 @@ def test_the_wheel_runs_without_the_tree(tmp_path):
     ask = (
         "import choreograph, json; from choreograph import Engine, SamplingParams; e = Engine.from_pretrained();"
         "s = e.session(); m = s.decode('Hello', sampling=SamplingParams(max_tokens=3, temperature=0));"
-        "print(json.dumps([choreograph.__file__, e.core.backend.name, len(m.output_token_ids)]))"
+        "print(json.dumps([choreograph.__file__, len(m.output_token_ids)]))"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    place, _, count = json.loads(done.stdout.splitlines()[-1])
+    place, count = json.loads(done.stdout.splitlines()[-1])
     assert place.startswith(str(tmp_path))
     assert count == 3

@@ -120,10 +120,6 @@ class HintRegistry:
         self._while_referenced = MinBySource()
         self._ephemeral_groups: Counter[object] = Counter()  # number of sources that name each
 
-    @property
-    def num_sources(self) -> int:
-        return len(self._hints)
-
     def update(self, source: object, hints: EvictionHints | None) -> None:
         """Replace the hints of a source; None removes them."""
         old, new = self._hints.pop(source, NO_HINTS), hints or NO_HINTS

@@ -230,16 +230,6 @@ class KVPool:
         tensors = [*self.keys, *self.values, *self.hidden.values()]
         return sum(t[0].numel() * t.element_size() for t in tensors)
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of all tensors of both pools and of the cached inputs."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values, *self.hidden.values()))
-
-    @property
-    def partial_bytes_per_token(self) -> int:
-        keys = (self.keys[layer] for layer in self.partial_layers)
-        return sum(2 * k[0].numel() * k.element_size() for k in keys)
-
     def num_pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 

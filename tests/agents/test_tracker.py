@@ -247,7 +247,7 @@ def test_what_was_said_to_the_cache_goes_with_the_session():
     engine = small(host_capacity=400)
     rounds(engine, 2)
     store = inspect(engine).cache_manager
-    assert not store.hints.num_sources and not len(store.hints.steps_to_execution)
+    assert not inspect(engine).num_hint_sources and not len(store.hints.steps_to_execution)
     session = engine.session()
     team = Workflow(session, CYCLE)
     with team.agent("a") as agent:
@@ -255,7 +255,7 @@ def test_what_was_said_to_the_cache_goes_with_the_session():
     assert store.hints.candidate(inspect(role).entry).steps_to_execution < math.inf
     assert len(store.hints.steps_to_execution) == 1
     session.close()
-    assert not store.hints.num_sources and not engine.events._watchers
+    assert not inspect(engine).num_hint_sources and not engine.events._watchers
 
 
 def test_steps_may_come_from_a_client_with_each_turn():
@@ -303,7 +303,7 @@ def test_errors_name_what_is_wrong():
             Workflow(s, learned={})
     with pytest.raises(SessionClosedError):
         Workflow(s, CYCLE)
-    assert not inspect(engine).hints.num_sources
+    assert not inspect(engine).num_hint_sources
 
 
 def test_a_turn_that_fails_is_over_too():
@@ -416,7 +416,7 @@ def test_a_workflow_that_is_closed_within_a_turn_says_nothing_more():
         team = Workflow(s, CYCLE)
         with team.agent("a"):
             team.close()
-        assert not inspect(engine).hints.num_sources
+        assert not inspect(engine).num_hint_sources
 
 
 def test_steps_may_be_replaced_between_turns():

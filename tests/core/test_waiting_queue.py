@@ -33,7 +33,7 @@ requests = st.tuples(
 def test_requests_are_admitted_as_a_scan_of_all_admits_them(parts, calls, tokens):
     def run(queue):
         engine = tiny_models.engine(tokens=tokens, calls=calls)
-        inspect(engine).core.queues.waiting = queue
+        inspect(engine).queues.waiting = queue
         with engine.session(seed=1) as session:
             first, messages = inspect(engine).new_request_id(), []
             for index, (is_decode, parents, priority, is_released, steps) in enumerate(parts):

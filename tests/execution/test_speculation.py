@@ -192,14 +192,14 @@ def test_constrained_and_forced_decodes_draft_nothing():
 
 def test_an_error_of_a_step_with_drafts_fails_only_its_cause():
     live = engine(4)
-    healthy = live.core.hf_model.forward
+    healthy = inspect(live).hf_model.forward
 
     def forward(tokens, *arguments):
         if 6 in tokens[:1]:
             raise RuntimeError("broken")
         return healthy(tokens, *arguments)
 
-    live.core.hf_model.forward = forward
+    inspect(live).hf_model.forward = forward
     bias = {6: -100}
     with live.session(seed=1) as session:
         broken = session.decode([6], max_tokens=20)

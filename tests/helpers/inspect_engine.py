@@ -47,6 +47,11 @@ class EngineView:
         return self.core.scheduler
 
     @property
+    def queues(self) -> Any:
+        """Waiting and running requests; a test may put another waiting queue in it."""
+        return self.core.queues
+
+    @property
     def waiting(self) -> Any:
         """Queue of requests that are not admitted."""
         return self.core.scheduler.waiting
@@ -101,6 +106,11 @@ class EngineView:
     def hints(self) -> Any:
         """Eviction hints of agents."""
         return self.core.cache_manager.hints
+
+    @property
+    def num_hint_sources(self) -> int:
+        """Workflows that give eviction hints."""
+        return len(self.core.cache_manager.hints._hints)
 
     @property
     def prefix_tree(self) -> Any:
@@ -206,6 +216,11 @@ class MessageView:
     @property
     def state(self) -> Any:
         return self.request.state
+
+    @property
+    def namespace(self) -> Any:
+        """Identity of the cache that it reads and writes."""
+        return self.request.namespace
 
     @property
     def mode(self) -> str:

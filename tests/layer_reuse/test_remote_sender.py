@@ -127,6 +127,7 @@ def test_received_kv_equals_the_senders(tmp_path):
         engine.check()
 
 
+@pytest.mark.slow
 def test_three_processes_form_a_chain(tmp_path):
     """The middle one receives a context in part and sends what it made of it to the last one."""
     reply = [7, *BELOW]

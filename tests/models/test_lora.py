@@ -411,10 +411,7 @@ LAYERS = dict.fromkeys(
 ) | {"mixtral": ["q_proj", "v_proj"]}  # experts are no linear layers; of none of them, peft writes an empty list
 
 
-@pytest.mark.parametrize(
-    "family",
-    [name if name in ("llama", "opt", "mixtral") else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS],
-)
+@pytest.mark.parametrize("family", LAYERS)
 def test_linear_layers_of_a_family_merged_and_unmerged(family, tmp_path):
     """Some hand their layers (N, E) instead of (1, N, E). The base's rows of the same step stay the base's."""
 

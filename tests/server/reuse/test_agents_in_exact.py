@@ -278,7 +278,7 @@ def test_workflows_that_are_tracked_are_bounded_for_each_tenant(guarded, monkeyp
     assert len(sessions) == 2  # nothing is kept of the first tenant's prompt, whose fixed part is marked
     monkeypatch.setattr(agent_tracking, "IDLE_SECONDS", -1.0)
     assert ask_as(guarded, KEYS[1], "w9", "reader", reuse="messages") == 200
-    assert len(sessions) == 0 and inspect(guarded.engine).hints.num_sources == 1  # that of the messages
+    assert len(sessions) == 0 and inspect(guarded.engine).num_hint_sources == 1  # that of the messages
 
 
 @pytest.mark.parametrize("reuse", ["exact", "messages"])
