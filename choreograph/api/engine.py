@@ -64,8 +64,8 @@ class Engine:
         events, lock = EventBus(), DeferSigintLock()
         cache_manager = _create_cache_manager(hf_model, config, events, lock.sleep)
         self.other_models = OtherModels()
-        library = (AgentTags(), Guard(), LostParents(), BudgetedRepair(), ContextRepair(), self.other_models)
-        self.core = EngineCore(hf_model, config, cache_manager, events, lock, FeatureSet((*library, *features)))
+        first, last = (AgentTags(), Guard(), LostParents()), (BudgetedRepair(), ContextRepair(), self.other_models)
+        self.core = EngineCore(hf_model, config, cache_manager, events, lock, FeatureSet((*first, *features, *last)))
         for name, source in (adapters or {}).items():
             self.add_adapter(name, source)
         for name, model in (models or {}).items():
@@ -101,7 +101,7 @@ class Engine:
             adapters: LoRA adapters by name, each a folder saved by `peft` or a Hub id.
             models: sibling models of the same architecture by name, each as `model`.
             layer_reuse: pattern of `enable_layer_reuse` for each model that reuses layers of the base.
-            features: your own, in the order in which they are called, after the library's.
+            features: your own, in the order in which they are called; the library's repair comes after them.
 
         Raises:
             ModelError: if a model cannot be found, read or served.

@@ -5,12 +5,13 @@ requests, their parents and namespaces; it knows nothing of queues and batches.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, InvalidRequestError
 from ..namespace import Namespace
 from ..request.request import Request
+from .placement import resolve_offsets
 
 Parser = Callable[[Any], Any]  # returns the valid value of an option, or raises a ChoreographError
 
@@ -63,6 +64,9 @@ class ContextFeature:
     # parsers by name of the options of `prefill`, `decode` and `Engine.session`; None is never parsed: not given
     options: ClassVar[Mapping[str, Parser]] = {}
     session_options: ClassVar[Mapping[str, Parser]] = {}  # of `Engine.session` alone
+    # a copy of a message, as the guard and other models make them, is prepared with the options of its call
+    keeps_options: ClassVar[bool] = True
+    rewrites_again: ClassVar[bool] = False  # `rewrite` is called at each try to admit, also after `Ready`
 
     def attach(self, core: Any) -> None:
         """Take what the feature needs of an engine."""
@@ -89,8 +93,8 @@ class ContextFeature:
     def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
         """Replace parents, slices or offsets of a request whose parents are final.
 
-        Called before the request is placed, and again after `Wait`, after `Prefills` and for each try to admit it: the
-        second result must equal the first.
+        Called before the request is placed, until it returns `Ready`. Your features see the parents that the call
+        names; the library's repair comes after them.
 
         Args:
             may_load: False while an earlier request waits for capacity: load nothing.
@@ -108,6 +112,39 @@ class ContextFeature:
         """Drop what only a running request needs."""
 
 
+@dataclass
+class _KeptOptions:
+    """Options of a call that copies of its message have too."""
+
+    values: dict[str, Any]
+
+
+class _NamedParents(NamedTuple):
+    """Parents that a call names."""
+
+    parents: tuple[Request, ...]
+    slices: tuple[tuple[int, int] | None, ...]
+    offsets: tuple[int | None, ...]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        pairs = zip(self.parents, self.slices, strict=True)
+        lengths = [len(parent.tokens) if part is None else part[1] - part[0] for parent, part in pairs]
+        return resolve_offsets(lengths, self.offsets, None)[0]
+
+
+def _named_parents(request: Request) -> _NamedParents:
+    return _NamedParents(request.parents, request.parent_slices, request.offsets)
+
+
+@dataclass
+class _Rewriting:
+    """How far the features are with one request."""
+
+    named: _NamedParents
+    ready: set[ContextFeature] = field(default_factory=set)
+
+
 class FeatureSet:
     """Features of one engine, in the order in which they are called."""
 
@@ -123,6 +160,7 @@ class FeatureSet:
                     raise ConfigError(f"features: two have the option {name!r}: rename one")
             self.parsers |= feature.options
             self.session_parsers |= {**feature.options, **feature.session_options}
+        self._kept = [name for feature in self.all if feature.keeps_options for name in feature.options]
         self.preparing, self.submitting = self._with("prepare"), self._with("submit")
         self.rewriting, self.naming = self._with("rewrite"), self._with("namespace")
         self.admitting, self.finishing = self._with("admitted"), self._with("finished")
@@ -172,10 +210,32 @@ class FeatureSet:
         for name, value in options.items():
             if value is not None:
                 given[name] = self.parsers[name](value)
-        draft = RequestDraft(request, message, session, {**defaults, **given}, given, copy_of)
+        values = {**defaults, **given}
+        if copy_of is not None and (kept := copy_of.extension(_KeptOptions)) is not None:
+            values |= kept.values
+        if self._kept and (own := {name: values[name] for name in self._kept if name in values}):
+            request.extend(_KeptOptions(own))
+        draft = RequestDraft(request, message, session, values, given, copy_of)
         for feature in self.preparing:
             feature.prepare(draft)
         return draft
+
+    def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
+        """Let the features replace parents, in order; the first one that is not ready decides."""
+        state = request.extension(_Rewriting)
+        if state is None:
+            request.extend(state := _Rewriting(_named_parents(request)))
+        for feature in self.rewriting:
+            if feature in state.ready:
+                continue
+            outcome = feature.rewrite(request, may_load=may_load)
+            if _named_parents(request) != state.named and not request.parent_positions:
+                request.parent_positions = state.named.positions
+            if not isinstance(outcome, Ready):
+                return outcome
+            if not feature.rewrites_again:
+                state.ready.add(feature)
+        return READY
 
     def submit(self, draft: RequestDraft) -> None:
         """Let the features replace parents, and separate the cache."""

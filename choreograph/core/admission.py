@@ -123,10 +123,7 @@ class Admission:
         outcome: Outcome = READY
         try:
             request.resolve_dependencies()
-            for feature in self._features.rewriting:
-                outcome = feature.rewrite(request, may_load=may_load)
-                if not isinstance(outcome, Ready):
-                    break
+            outcome = self._features.rewrite(request, may_load=may_load)
         except RequestTooLargeError as exc:
             error = exc
         except CacheFullError:

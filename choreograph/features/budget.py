@@ -200,6 +200,7 @@ class Budget:
 class BudgetedRepair(ContextFeature):
     """Repair of calls that give none, chosen by their session's budget."""
 
+    keeps_options = False
     session_options: ClassVar[Mapping[str, Parser]] = {"max_kl": Budget.parse}
 
     def opened(self, session: Any) -> None:

@@ -178,7 +178,9 @@ def _explain_parents(message: MessageHandle) -> Iterator[ParentExplanation]:
         own, author = _TokenSets(), None  # author: request of the reused tokens
         repaired = 0
         while num_tokens > sum(map(len, own.tokens.values())):
-            piece, first, end = next(pieces)
+            piece, first, end = next(pieces, (None, 0, 0))
+            if piece is None:
+                raise InvalidRequestError(f"message {request.id}: a feature left out context: explain one without it")
             own.add(piece, first, end)
             if piece.purpose is Purpose.CONTEXT:
                 repaired += end - first

@@ -112,6 +112,7 @@ def remote_of(source: Request | None) -> RemoteContext | None:
 class OtherModels(ContextFeature):
     """Reuse of messages that other models computed, and the pairs of models with layer reuse."""
 
+    keeps_options, rewrites_again = False, True
     options: ClassVar[Mapping[str, Parser]] = {"kv_reuse": _parse_kv_reuse}
 
     def attach(self, core: EngineCore) -> None:
@@ -385,6 +386,8 @@ class OtherModels(ContextFeature):
 
 class LostParents(ContextFeature):
     """Parents whose KV came from another process and is lost: computed again, in all layers."""
+
+    rewrites_again = True
 
     def attach(self, core: EngineCore) -> None:
         self._core = core

@@ -43,6 +43,7 @@ class Reencoding:
     keeps_positions: bool = True  # of `source`: own and those of the parents
     layers: frozenset[int] | None = None  # computed, from the hidden states of `source`; None: all
     needs_entry: bool = False  # the request waits until `source` has an entry
+    is_placed: bool = False  # the positions were taken over
 
 
 @dataclass
@@ -351,8 +352,9 @@ class Request:
         copy = self.reencoding
         if copy is not None:
             self.prompt = copy.source.tokens
-            if copy.keeps_positions:
+            if copy.keeps_positions and not copy.is_placed:
                 self.offsets, self.new_offset = copy.source.parent_positions, copy.source.position
+                copy.is_placed = True
         finish_times = [p.times.finished if p.is_decode else p.times.ready for p in self.dependencies]
         # where parents were replaced, what was known of the earlier ones stays
         self.times.ready = max([self.times.submitted, self.times.ready, *(t for t in finish_times if t is not None)])

@@ -348,8 +348,8 @@ class _Silent:
 
     chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
-    def apply_chat_template(self, messages, tokenize):
-        return "".join(m["content"] for m in messages)
+    def get_chat_template(self, tools=None):
+        return self.chat_template
 
     def __call__(self, text, **_):
         return {"input_ids": list(text.encode())}

@@ -33,6 +33,7 @@ NAMESPACES = st.builds(
     is_prompt=st.booleans(),
     workflow=st.none() | NAMES,
     session=st.none() | NAMES,
+    features=st.lists(st.tuples(NAMES, st.integers(0, 2)), max_size=2).map(tuple),
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | NAMES | st.binary(max_size=3) | st.builds(Client, NAMES),
@@ -118,7 +119,6 @@ def test_a_digest_is_that_of_every_process_and_survives_a_copy():
     copy = pickle.loads(pickle.dumps(namespace))
     assert copy == namespace and copy.digest == namespace.digest
     assert replace(copy, workflow="v").digest != namespace.digest
-    assert namespace.without_labels() == replace(namespace, labels=frozenset())
 
 
 def test_a_value_of_another_type_is_refused():
@@ -127,7 +127,7 @@ def test_a_value_of_another_type_is_refused():
 
 
 def test_equal_parts_share_one_namespace_whose_digest_is_computed_once():
-    one, two = (shared_namespace(("m",), Client("".join(["t"])), frozenset({"l"})) for _ in range(2))
+    one, two = (shared_namespace(("m",), Client("".join(["t"]))) for _ in range(2))
     assert one is two
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 import pytest
-from helpers import tiny_models
+from helpers import model_variants, tiny_models
 from helpers.inspect_engine import inspect
 from helpers.live_server import serving
 from hypothesis import given, settings
@@ -89,17 +89,25 @@ def ask(session, first, parents=None):
     return [session.decode(header, read, offsets, read_from=first, sampling=GREEDY) for header, read, offsets in calls]
 
 
+def read_with_slices(parents, first, offsets=None):
+    """Slices of the parents from a token on, and their offsets."""
+    chosen, positions, end = [], [], 0
+    for index, parent in enumerate(parents):
+        position = end if offsets is None else offsets[index]
+        end = position + parent.length
+        if first < parent.length:
+            chosen.append(parent[first : parent.length])
+            positions.append(position + first)
+    return chosen, positions
+
+
 def ask_with_slices(session, first):
     """The same, written with slices and offsets."""
 
     def read(parents, offsets=None):
-        chosen, positions, end = [], [], 0
-        for index, parent in enumerate(parents):
-            position = end if offsets is None else offsets[index]
-            end = position + parent.length
-            if first < parent.length:
-                chosen.append(parent[first : parent.length])
-                positions.append(position + first)
+        chosen, positions = read_with_slices(parents, first, offsets)
+        ends = [offset + parent.length for parent, offset in zip(parents, offsets, strict=True)] if offsets else []
+        end = ends[-1] if ends else sum(parent.length for parent in parents)
         return {"parents": chosen, "offsets": positions, "new_offset": end}
 
     parents = [session.prefill(text) for text in TEXTS]
@@ -157,6 +165,49 @@ def test_prefix_mode_reads_the_same_texts_and_shares_prompts_of_equal_options(to
         made.check()
         if tokens > 48:
             assert said.usage.cached_tokens == len(prompt) - 1  # of the second call with the same option
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_repair_computes_what_is_read(share):
+    with engine().session(repair=share) as session, tiny_models.engine().session(repair=share) as other:
+        for first in (2, 4):
+            parents = [[one.prefill(text, repair=0) for text in TEXTS] for one in (session, other)]
+            said = session.decode([4, 6], parents[0], read_from=first, sampling=GREEDY)
+            slices = [parent[first : parent.length] for parent in parents[1] if first < parent.length]
+            assert_equal([said], [other.decode([4, 6], slices, sampling=GREEDY)])
+            assert said.usage.repaired_tokens
+            session.engine.check()
+
+
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_another_model_encodes_again_what_was_read(first):
+    """The second text is as long as `first` or shorter for some: no token of it is read then."""
+    models = {"math": model_variants.finetuned()}
+    made, plain = (
+        Engine.from_pretrained(model_variants.base(), models=models, features=features)
+        for features in ([ReadFrom()], [])
+    )
+    with made.session() as session, plain.session() as other:
+        texts = [[one.prefill(text) for text in TEXTS] for one in (session, other)]
+        noted = session.prefill([33, 34, 35], texts[0], read_from=first)
+        slices, offsets = read_with_slices(texts[1], first)
+        told = other.prefill([33, 34, 35], slices, offsets, 15)
+        said = session.decode([4], [noted], model="math", sampling=GREEDY)
+        assert_equal([said], [other.decode([4], [told], model="math", sampling=GREEDY)])
+        made.check()
+
+
+def test_a_copy_for_a_reader_with_less_clearance_reads_the_same_part():
+    made, plain = engine(), tiny_models.engine()
+    with made.session() as session, plain.session() as other:
+        secret = [one.prefill([9, 9, 9, 9], labels={"secret"}) for one in (session, other)]
+        texts = [[one.prefill(text) for text in TEXTS] for one in (session, other)]
+        noted = session.prefill([33, 34], [secret[0], *texts[0]], read_from=3)
+        slices, offsets = read_with_slices(texts[1], 3)
+        told = other.prefill([33, 34], slices, offsets, 15)
+        said = session.decode([4], [noted], clearance=(), sampling=GREEDY)
+        assert_equal([said], [other.decode([4], [told], sampling=GREEDY)])
+        made.check()
 
 
 def test_wrong_values_and_engines_without_it_are_refused():

@@ -89,6 +89,7 @@ def repair_of(request: Request) -> Repair | None:
 class ContextRepair(ContextFeature):
     """Planner of the repair of waiting requests."""
 
+    keeps_options = False
     options: ClassVar[Mapping[str, Parser]] = {"repair": Repair.parse}
 
     def attach(self, core: EngineCore) -> None:
@@ -196,7 +197,7 @@ class ContextRepair(ContextFeature):
                 context.append(parent, _hash_of(parent), kept, end)
         request.parents, request.parent_slices = tuple(context.requests), context.slices
         request.offsets, request.new_offset = (None,) * len(context.requests), None
-        request.parent_positions = tuple(view.position for view in parents)
+        request.parent_positions = request.parent_positions or tuple(view.position for view in parents)
         del request.extensions[RepairState]
         return Prefills(prefills) if prefills else READY
 
