@@ -55,6 +55,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/import_circles.py
 
 # A report, which never fails: words, names, docstrings and files that a reader may stumble over.
 style: $(READY)

@@ -26,6 +26,8 @@ from .errors import ChoreographError, ConfigError
 from .utils import can_create_dir
 
 BackendName = Literal["auto", "native", "triton", "sdpa", "reference"]
+HINTED_POLICIES = ("workflow",)  # those that read the hints of agents
+
 EvictionPolicyName = Literal["workflow", "lru", "lfu", "fifo"]
 Quantization = Literal["int8", "int4"]
 
@@ -178,7 +180,7 @@ class CacheConfig:
     @property
     def uses_hints(self) -> bool:
         """True if the order of eviction may depend on agents' steps."""
-        return self.eviction == "workflow" or callable(self.eviction)
+        return self.eviction in HINTED_POLICIES or callable(self.eviction)
 
 
 def check_capacity(cache: CacheConfig, bytes_per_token: int, device_memory: int, host_memory: int) -> None:
