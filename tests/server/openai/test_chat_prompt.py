@@ -257,9 +257,12 @@ ORDERS = {
     "system turns alone": "ss",
 }
 ROLES = {"s": "system", "u": "user", "a": "assistant"}
+MAIN_ORDERS = ("a system turn in the middle", "consecutive user turns", "system turns alone")
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [name if name in MAIN_ORDERS else pytest.param(name, marks=pytest.mark.slow) for name in ORDERS]
+)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_text_of_a_chat_is_in_the_prompt_in_any_order_of_roles(renderer_of, name, order):
     renderer = renderer_of(TEMPLATES[name])
