@@ -7,13 +7,16 @@ timed is the whole `Engine.step` in processor time of its thread. Sampling is in
 is a kernel too, so its time, measured apart on the same logits, is given in a row of its own and not subtracted.
 
 Beside the times, calls of the package's own functions are counted: those of a step, and those of submitting a decode.
+`--against FOLDER` compares with another checkout, in processes that take turns.
 """
 
 import argparse
 import cProfile
+import json
+import os
 import pstats
+import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,32 +25,12 @@ from typing import Any
 import torch
 
 import choreograph
-from choreograph import Engine
-from choreograph.attention import cpp_backend
 
-from .common import Row, engine, greedy, median_row, random_tokens, save
+from .common import Row, engine, greedy, median_row, ratio_row, save
+from .host_work_times import decoding_engine, step_times, submission_times
 
 BOUNDS = {1: (0.5, 0.2), 32: (1.5, 0.8)}
-
-
-def replace_forward(e: Engine, num_rows: int) -> torch.Tensor:
-    """Let steps skip the model; return the logits that they take."""
-    hf_model, vocab_size = e.core.hf_model, e.model_info.vocab_size
-    spec, heads = e.model_info.attention_specs[0], e.model_info.query_heads
-    logits = torch.randn(num_rows, vocab_size)
-
-    def forward(tokens, positions, forward_context, logits_indices, **_):
-        torch.tensor([*tokens, *positions, *logits_indices])
-        metadata = forward_context.metadata
-        if not metadata.cache.get(f"native {id(spec)}"):  # what the first layer prepares for all
-            query = torch.empty(heads, len(tokens), 1)
-            keys, values = forward_context.keys[0], forward_context.values[0]
-            call = cpp_backend.AttentionCall(metadata, query, query, query, keys, values, 1.0, spec)
-            cpp_backend._cache_c_metadata(call)
-        return logits[: len(logits_indices)]
-
-    hf_model.logits = forward
-    return logits
+SUBMISSIONS = 2000
 
 
 def count_calls(function: Callable[[], object]) -> Counter[str]:
@@ -86,41 +69,54 @@ def count_rows() -> list[Row]:
     return rows
 
 
+def compare(checkout: Path, rounds: int, num_steps: int) -> list[Row]:
+    """Measure this checkout and another one in turn; return the ratios of the times."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    script = Path(__file__).with_name("host_work_times.py")
+    for number in range(rounds):
+        results = {}
+        for folder in (Path(), checkout) if number % 2 else (checkout, Path()):
+            command = [sys.executable, "-P", str(script), str(num_steps)]
+            output = subprocess.run(
+                command, env=os.environ | {"PYTHONPATH": str(folder.resolve())}, capture_output=True, check=True
+            ).stdout
+            results[folder] = json.loads(output.splitlines()[-1])
+        print(f"round {number + 1}:", results)
+        for name, value in results[Path()].items():
+            pairs.setdefault(name, []).append((value, results[checkout][name]))
+    return [
+        ratio_row(f"{name}, over that of the other checkout", *zip(*values, strict=True), better="lower")
+        for name, values in pairs.items()
+    ]
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=300)
     options.add_argument("--profile", action="store_true", help="print where the time goes; nothing is saved")
+    options.add_argument("--against", type=Path, help="another checkout, for instance of the commit before")
+    options.add_argument("--rounds", type=int, default=8, help="pairs of runs with --against")
     given = options.parse_args()
     torch.set_num_threads(1)
+    if given.against is not None:
+        save("host_work_change", compare(given.against, given.rounds, given.steps))
+        return
     rows = []
     for num_requests, (required, target) in BOUNDS.items():
-        e = engine(compile=False, tokens=65536)
-        with e.session(seed=0) as session:
-            for index in range(num_requests):
-                session.decode(random_tokens(256, index), sampling=greedy(given.steps + 100))
-            for _ in range(8):
-                e.step()
-            logits = replace_forward(e, num_requests)
-            for _ in range(40):
-                e.step()
-            if given.profile:
-                profile = cProfile.Profile()
-                profile.runcall(lambda e=e: [e.step() for _ in range(given.steps)])
-                pstats.Stats(profile).sort_stats("tottime").print_stats(45)
-                continue
-            steps, maxima = [], []
-            for _ in range(given.steps):
-                began = time.thread_time()
-                e.step()
-                middle = time.thread_time()
-                logits.numpy().argmax(-1)
-                steps.append((middle - began) * 1e3)
-                maxima.append((time.thread_time() - middle) * 1e3)
+        if given.profile:
+            e, _ = decoding_engine(num_requests, given.steps)
+            profile = cProfile.Profile()
+            profile.runcall(lambda e=e: [e.step() for _ in range(given.steps)])
+            pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+            continue
+        steps, maxima = step_times(num_requests, given.steps)
         name = f"{num_requests} request{'s' if num_requests > 1 else ''}"
         bounds = {"required": required, "target": target}
         rows.append(median_row(f"host work of a decode step, {name}", steps, "ms", better="lower", **bounds))
         rows.append(median_row(f"of it the search for the largest logits, {name}", maxima, "ms", better="lower"))
     if rows:
+        submissions = submission_times(SUBMISSIONS)
+        rows.append(median_row("submission of a decode over four parents", submissions, "ms", better="lower"))
         save("host_work", [*rows, *count_rows()])
 
 
