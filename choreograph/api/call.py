@@ -89,6 +89,11 @@ OPTION_NAMES: Mapping[CallKind, tuple[str, ...]] = {
 }
 
 
+# names that no feature's option may have
+RESERVED_NAMES = {*PROMPT_NAMES.values(), "parents", "offsets", "new_offset", *OPTION_NAMES["decode"]}
+RESERVED_NAMES |= {"mode", "seed", "client_id", *SessionOptions.__annotations__}
+
+
 @dataclass
 class Call:
     """One call, as a program made it."""

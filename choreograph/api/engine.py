@@ -17,7 +17,7 @@ from ..errors import ConfigError, ModelError
 from ..events import EventBus
 from ..features.agent_tags import AgentTags
 from ..features.budget import BudgetedRepair
-from ..features.guard import Guard
+from ..features.guard import Guard, LabelFlow
 from ..features.other_models import LostParents, OtherModels, PatternSelector
 from ..features.repair.planner import ContextRepair
 from ..kv_cache.eviction import policy_name
@@ -33,7 +33,7 @@ from ..models.lora import LoraWeights
 from ..namespace import Client
 from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock
-from .call import SessionOptions
+from .call import RESERVED_NAMES, SessionOptions
 from .chat import ChatTemplate
 from .session import Session
 
@@ -63,8 +63,12 @@ class Engine:
         check_capacity(config.cache, model_info.kv_bytes_per_token, *memory)
         events, lock = EventBus(), DeferSigintLock()
         cache_manager = _create_cache_manager(hf_model, config, events, lock.sleep)
-        self.other_models = OtherModels()
-        first, last = (AgentTags(), Guard(), LostParents()), (BudgetedRepair(), ContextRepair(), self.other_models)
+        features, guard, self.other_models = tuple(features), Guard(), OtherModels()
+        for name in (name for feature in features for name in (*feature.options, *feature.session_options)):
+            if name in RESERVED_NAMES:
+                raise ConfigError(f"features: {name!r} is an option of the library: rename it")
+        first = AgentTags(), guard, LostParents()
+        last = BudgetedRepair(), ContextRepair(), self.other_models, LabelFlow(guard)
         self.core = EngineCore(hf_model, config, cache_manager, events, lock, FeatureSet((*first, *features, *last)))
         for name, source in (adapters or {}).items():
             self.add_adapter(name, source)

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 DEFAULT_SAMPLING = SamplingParams()
+SAMPLING_NAMES = frozenset(SAMPLING_FIELDS)
 
 
 class Session(SessionAPI[Message, Message | MessageSlice]):
@@ -157,9 +158,11 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         request.position = message.position
         request.extend(TextOrigin(original))
         if original.layers is not None:  # can be recomputed as the original was
-            request.reencoding = original.reencoding
+            assert original.reencoding is not None
+            request.reencoding = replace(original.reencoding, is_placed=False)
             request.parents, request.parent_slices = original.parents, original.parent_slices
         copy_labels(original, request)
+        self.core.features.keep_options(original, request)
         return self.attach(draft, original.entry)
 
     def import_kv(
@@ -193,7 +196,7 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
             wait_encoded(self.core, parent)
         if import_kv(self.core, draft.request, snapshot, check=check):
             return self.register([draft.message])[0]
-        return self.submit([draft])[0]
+        return self.queue([draft])[0]
 
     def import_encoded(
         self,
@@ -266,10 +269,8 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         self, header: PromptInput, has_parents: bool, after_system: bool, options: Mapping[str, Any]
     ) -> tuple[list[int], DecodeState]:
         """Return the token ids of a header and the sampling state of its decode."""
-        sampling = override_sampling(
-            options.get("sampling", DEFAULT_SAMPLING),
-            {name: value for name, value in options.items() if name in SAMPLING_FIELDS},
-        )
+        own = {name: value for name, value in options.items() if name in SAMPLING_NAMES}
+        sampling = override_sampling(options.get("sampling", DEFAULT_SAMPLING), own)
         footer, forced_tokens = options.get("footer"), options.get("forced_tokens")
         footer_ids = list[int]()
         if isinstance(header, Turn):
@@ -377,7 +378,10 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         source = (message.imported_from or message)._request
         ids = list(source.tokens) if source.tokens_final and not keeps_positions else []
         request = self._new_request(ids, parents, offsets, new_offset, None, model, priority)
-        request.reencoding = Reencoding(source, keeps_positions)
+        if (
+            keeps_positions or is_call or not ids
+        ):  # else nothing but its tokens is taken: a failure of it concerns no reader
+            request.reencoding = Reencoding(source, keeps_positions)
         handle = self._handle(request, parents)
         handle.role = message.role
         return self.core.features.draft(
@@ -406,9 +410,12 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
 
     def submit(self, drafts: list[RequestDraft]) -> list[Message]:
         """Submit all requests or none; a refused one consumes no session seed."""
-        features = self.core.features
         for draft in drafts:
-            features.submit(draft)
+            self.core.features.submit(draft)
+        return self.queue(drafts)
+
+    def queue(self, drafts: list[RequestDraft]) -> list[Message]:
+        """Queue requests that features have submitted."""
         self.core.add_requests([draft.request for draft in drafts], self._seed_rng)
         return self.register([draft.message for draft in drafts])
 

@@ -94,7 +94,7 @@ class ContextFeature:
         """Replace parents, slices or offsets of a request whose parents are final.
 
         Called before the request is placed, until it returns `Ready`. Your features see the parents that the call
-        names; the library's repair comes after them.
+        names; the library's repair comes after them. Prefills that a feature asks for are not rewritten.
 
         Args:
             may_load: False while an earlier request waits for capacity: load nothing.
@@ -106,7 +106,7 @@ class ContextFeature:
         return READY
 
     def admitted(self, request: Request) -> None:
-        """Take note of a request that has a KV entry now."""
+        """Take note of a request that has a new KV entry."""
 
     def finished(self, request: Request) -> None:
         """Drop what only a running request needs."""
@@ -138,7 +138,7 @@ def _named_parents(request: Request) -> _NamedParents:
 
 
 @dataclass
-class _Rewriting:
+class Rewriting:
     """How far the features are with one request."""
 
     named: _NamedParents
@@ -155,6 +155,10 @@ class FeatureSet:
         for feature in self.all:
             if not isinstance(feature, ContextFeature):
                 raise ConfigError(f"features: {feature!r} is no ContextFeature: give instances of subclasses")
+            if sum(type(other) is type(feature) for other in self.all) > 1:
+                raise ConfigError(
+                    f"features: two are of type {type(feature).__qualname__}: give one, or make a subclass"
+                )
             for name in (*feature.options, *feature.session_options):
                 if name in self.session_parsers:
                     raise ConfigError(f"features: two have the option {name!r}: rename one")
@@ -222,9 +226,9 @@ class FeatureSet:
 
     def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
         """Let the features replace parents, in order; the first one that is not ready decides."""
-        state = request.extension(_Rewriting)
+        state = request.extension(Rewriting)
         if state is None:
-            request.extend(state := _Rewriting(_named_parents(request)))
+            request.extend(state := Rewriting(_named_parents(request)))
         for feature in self.rewriting:
             if feature in state.ready:
                 continue
@@ -243,11 +247,18 @@ class FeatureSet:
             feature.submit(draft)
         self.set_namespace(draft.request)
 
+    def keep_options(self, original: Request, copy: Request) -> None:
+        """Give a copy of a message that shares its KV what features keep of it."""
+        if (kept := original.extension(_KeptOptions)) is not None:
+            copy.extend(kept)
+        if original.namespace.features:
+            copy.namespace = replace(copy.namespace, features=original.namespace.features)
+
     def set_namespace(self, request: Request) -> None:
         """Add what features separate to the request's namespace."""
         if self.naming:
             parts = tuple(
-                (type(feature).__qualname__, part)
+                (f"{type(feature).__module__}.{type(feature).__qualname__}", part)
                 for feature in self.naming
                 if (part := feature.namespace(request)) is not None
             )

@@ -16,7 +16,7 @@ from ..kv_cache.splits import split_path
 from ..models.info import ModelInfo
 from ..models.model_set import ModelSet
 from ..outputs import Usage
-from ..request.request import Request, RequestState, wrap_error
+from ..request.request import Purpose, Request, RequestState, wrap_error
 from .lifecycle import Lifecycle
 from .preemption import MAX_PASSED_OVER, Preemptor
 from .waiting_queue import Queues
@@ -95,17 +95,21 @@ class Admission:
                     blocked.append(request)
                 return
             for prefill in outcome.requests:
-                if not self._admit_in_order(prefill, blocked):
-                    return
-            if not request.dependencies_ready or request.state is not RequestState.WAITING:
-                return  # what it depends on is computed again, or has failed
+                if prefill.purpose is not Purpose.CONTEXT:  # one of a program: features rewrite it, too
+                    self._admit_rewritten(prefill, blocked)
+                elif not self._admit_in_order(prefill, blocked):
+                    break
+            if self._fails_with_parent(request) or not request.dependencies_ready:
+                return  # what it depends on is computed again
+            if request.state is not RequestState.WAITING:
+                return
         error = f"message {request.id}: its features asked for other prefills {MAX_REWRITES} times in one step"
         self._lifecycle.fail(request, RequestFailedError(f"{error}: rewrite must return READY once they are complete"))
 
     def _admit_in_order(self, request: Request, blocked: list[Request]) -> bool:
         """Try to admit a request; return False if later ones that need it must wait."""
-        if not request.dependencies_ready:
-            return False  # a prefill before it has failed
+        if not request.dependencies_ready or len(self._queues.running) >= self._config.max_num_seqs:
+            return False  # a prefill before it has failed, or takes the last place
         if not self._try_admit(request, is_first=not blocked):
             blocked.append(request)
             return False
@@ -116,9 +120,10 @@ class Admission:
 
     def _rewrite(self, request: Request, *, may_load: bool) -> Outcome | None:
         """Let features replace parents; return None if the request has failed."""
-        if not self._features.rewriting:
+        if not self._features.rewriting or request.purpose is Purpose.CONTEXT:
             return READY
         dependencies, parents, parent_slices = request.dependencies, request.parents, request.parent_slices
+        reencoding = request.reencoding
         error: ChoreographError | None = None
         outcome: Outcome = READY
         try:
@@ -133,7 +138,8 @@ class Admission:
         except Exception as exc:
             error = wrap_error(request, "rewriting its context raised", exc)
         if error is not None:
-            request.parents, request.parent_slices = parents, parent_slices  # those that it keeps from being released
+            # those that it keeps from being released
+            request.parents, request.parent_slices, request.reencoding = parents, parent_slices, reencoding
             self._lifecycle.fail(request, error)
             return None
         if isinstance(outcome, Prefills):
@@ -146,6 +152,7 @@ class Admission:
 
     def _enqueue(self, prefill: Request) -> None:
         """Queue a new prefill, or a finished one whose keys and values are lost."""
+        assert prefill.state in (RequestState.WAITING, RequestState.DONE), "a feature asked for a request that runs"
         if prefill.is_finished:
             self._cache_manager.release(prefill.entry, prefill.message_owner)
             self._preemptor.requeue(prefill)
@@ -259,7 +266,12 @@ class Admission:
         self._queues.running.append(request)
         self._lifecycle.release_dependencies(request.dependencies)
         for feature in self._features.admitting:
-            feature.admitted(request)
+            try:
+                feature.admitted(request)
+            except Exception as exc:
+                error = wrap_error(request, "a feature raised when it was admitted", exc)
+                self._preemptor.fail_incomplete(request, error)
+                return
         self._events.emit(
             "admitted",
             request=request.id,

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..context.feature import FeatureSet
+from ..context.feature import FeatureSet, Rewriting
 from ..context.placement import insert_into_prefix_tree, namespace_of
 from ..context.residency import ContextLoader
 from ..errors import ChoreographError
@@ -80,6 +80,13 @@ class Lifecycle:
         releases every reference except the message's own.
         """
         cache, queues, entry, previous_state = self._cache_manager, self._queues, request.entry, request.state
+        for feature in self._features.finishing:
+            try:
+                feature.finished(request)
+            except Exception as exc:  # concerns this request alone
+                request.error = request.error or wrap_error(request, "a feature raised at its end", exc)
+                state, reason = RequestState.FAILED, None
+        request.extensions.pop(Rewriting, None)
         request.state, request.finish_reason = state, reason
         self._context_loader.release(request.id)
         request.times.finished = request.times.finished or time.perf_counter()
@@ -107,12 +114,6 @@ class Lifecycle:
             is_unused = request.released and not request.num_waiting_dependents
             if is_unused or state in (RequestState.FAILED, RequestState.CANCELLED):
                 cache.release(entry, request.message_owner)
-        for feature in self._features.finishing:
-            try:
-                feature.finished(request)
-            except Exception as exc:  # concerns this request alone
-                request.error = request.error or wrap_error(request, "a feature raised at its end", exc)
-                request.state = state = RequestState.FAILED
         self._events.emit("finished" if state is RequestState.DONE else state.value, request=request.id)
 
     def fail(self, request: Request, exc: ChoreographError) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from ..context.feature import ContextFeature, Parser, RequestDraft
+from ..context.feature import READY, ContextFeature, Outcome, Parser, RequestDraft
 from ..errors import ConfigError, LeakError
 from ..messages.handle import MessageHandle, Parent, unwrap_slice
 from ..request.request import Request
@@ -78,6 +78,8 @@ class Guard(ContextFeature):
         "on_leak": _parse_on_leak,
     }
 
+    is_active = False  # some request of the engine has labels or a clearance
+
     def prepare(self, draft: RequestDraft) -> None:
         """Set the labels of the text, and check that the parents may be read.
 
@@ -90,13 +92,17 @@ class Guard(ContextFeature):
                 draft.request.extend(RequestLabels(text, text))
             return
         if labels := options.get("labels"):
+            self.is_active = True
             draft.request.extend(RequestLabels(labels, labels))
         clearance = options.get("clearance")
         if clearance is not None:
+            self.is_active = True
             _check(draft.message, clearance, options.get("on_leak", "reencode"))
 
     def submit(self, draft: RequestDraft) -> None:
         """Replace parents that must not be read, and let labels flow."""
+        if not self.is_active:
+            return
         clearance = draft.options.get("clearance")
         if clearance is not None and draft.copy_of is None and draft.request.mode == "choreographed":
             rule = _readable_rule(draft.session, clearance)
@@ -104,7 +110,34 @@ class Guard(ContextFeature):
             if readable != draft.message.parents:
                 draft.message.parents = readable
                 draft.request.parents = tuple(unwrap_slice(parent)._request for parent in readable)
+
+
+class LabelFlow(ContextFeature):
+    """Labels of what a request attends to; the last feature, since others may add parents."""
+
+    keeps_options = False
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def submit(self, draft: RequestDraft) -> None:
+        """Let labels flow from the parents to the request.
+
+        Raises:
+            LeakError: if a feature added a parent that must not be read.
+        """
+        if not self._guard.is_active:
+            return
+        clearance = draft.options.get("clearance")
+        if clearance is not None and draft.copy_of is None:
+            _check_parents(draft.request, clearance)
         _set_labels(draft.message, draft.request)
+
+    def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
+        """Check that no feature has added a parent with other labels."""
+        if self._guard.is_active:
+            _check_parents(request, labels_of(request).effective)
+        return READY
 
 
 def _readable_rule(session: Any, clearance: Labels) -> VariantRule:
@@ -137,6 +170,15 @@ def _readable_rule(session: Any, clearance: Labels) -> VariantRule:
     return VariantRule(find, key, reencode, parents)
 
 
+def _check_parents(request: Request, allowed: Labels) -> None:
+    for parent in request.parents:
+        if forbidden := _visible_labels(parent) - allowed:
+            raise LeakError(
+                f"a feature added parent {parent.id} with labels {sorted(forbidden)}; {sorted(allowed)} may be read: "
+                "let it choose among the parents of the call"
+            )
+
+
 def _set_labels(message: MessageHandle, request: Request) -> None:
     """Set the effective labels, and separate the cache by them.
 
@@ -145,8 +187,8 @@ def _set_labels(message: MessageHandle, request: Request) -> None:
     """
     own = request.extension(RequestLabels)
     text = labels = Labels() if own is None else own.text
-    for parent in message.parents:
-        labels |= _visible_labels(unwrap_slice(parent)._request)
+    for parent in (*request.parents, *(unwrap_slice(parent)._request for parent in message.parents)):
+        labels |= _visible_labels(parent)
     copy = request.reencoding
     if copy is not None and (copy.needs_entry or copy.layers is not None):
         labels |= labels_of(copy.source).effective  # of the layers that are not computed

@@ -111,14 +111,16 @@ def submit_remote(
         pattern: layers to recompute; None to select them when the prefill is admitted.
     """
     request, message = draft.request, draft.message
+    session.core.features.submit(draft)  # first: the sender is asked for what the reader may see
     context: RequestDraft = session.bare_draft(
         list(request.prompt), message.parents, request.offsets, request.new_offset, model=sender
     )
+    copy_labels(request, context.request)
     context.request.state = RequestState.DONE  # it is never queued: `fetch` attaches an entry
     context.request.extend(RemoteSource(make_remote(context.message)))
     request.reencoding = Reencoding(context.request, keeps_positions=False)
     _feature(session).set_pattern(request, sender, pattern)
-    session.submit([draft])
+    session.queue([draft])
     message.variants["sent"] = context.message
     assert isinstance(message, MessageHandle)
     return message

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from ..context.feature import READY, ContextFeature, Outcome, Parser, Prefills, Ready, RequestDraft
+from ..context.feature import READY, ContextFeature, Outcome, Parser, Prefills, Ready, RequestDraft, Wait
 from ..core.core import EngineCore
 from ..errors import ConfigError
 from ..layer_pattern import LayerPattern, parse_layer_pattern
@@ -304,7 +304,11 @@ class OtherModels(ContextFeature):
             CacheBusyError: if there is capacity for the sender's KV when a transfer completes.
         """
         copy = request.reencoding
-        return READY if copy is None else self._resolve(request, copy)
+        if copy is None:
+            return READY
+        if not may_load and copy.source.entry is None and remote_of(copy.source) is not None:
+            return Wait()
+        return self._resolve(request, copy)
 
     def _resolve(self, request: Request, copy: Reencoding) -> Ready:
         source, remote = copy.source, remote_of(copy.source)

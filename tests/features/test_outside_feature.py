@@ -224,7 +224,7 @@ def test_wrong_values_and_engines_without_it_are_refused():
         session.decode([3], read_from=2)
     with pytest.raises(ConfigError, match="no such option"):
         tiny_models.engine().session(read_from=2)
-    with pytest.raises(ConfigError, match="two have the option 'read_from'"):
+    with pytest.raises(ConfigError, match="two are of type ReadFrom"):
         tiny_models.engine(features=[ReadFrom(), ReadFrom()])
 
 

@@ -265,3 +265,27 @@ def test_options_of_a_feature_of_the_users_own_reach_it_through_the_server(talke
                 session.prefill(tokens, topics="a")
         with pytest.raises(ConfigError, match="a session has no such option"):
             remote.session(topics="a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({}, 200),
+        ({"logprobs": 5000}, 400),
+        ({"prompt_logprobs": 1}, 400),
+        ({"max_tokens": 5}, 400),
+        ({"header": [7, 8, 9]}, 400),
+        ({"client_id": "other"}, 400),
+        ({"options": {}}, 400),
+        ({"priority": -(10**9)}, 200),
+        ({"priority": -(10**10)}, 400),
+    ],
+)
+def test_fields_of_a_call_are_options_of_features_or_refused(live, fields, status):
+    with httpx.Client(base_url=f"{live.url}/v1/choreograph", timeout=60) as client:
+        session = client.post("/sessions", json={}).json()["id"]
+        call = {"kind": "decode", "tokens": [5], "sampling": {"max_tokens": 2}} | fields
+        reply = client.post(f"/sessions/{session}/calls", json={"calls": [call]})
+        assert reply.status_code == status, reply.text
+        assert client.post("/sessions", json={"client_id": "x"}).status_code == 400
+        client.delete(f"/sessions/{session}")

@@ -4,12 +4,13 @@ The options of sessions and calls are those of `api/call.py`. Other fields are o
 check them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, create_model
 
 from ...api.call import CallOptions, SessionOptions
+from ...errors import ConfigError
 from ...features.budget import Budget
 from ...features.guard import OnLeak
 from ...features.repair.options import Repair
@@ -28,6 +29,17 @@ class _StrictBody(BaseModel):
 class _OptionsBody(BaseModel):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue]
+
+    def check_options(self, names: Collection[str]) -> None:
+        """Check that fields of no other kind are options of features.
+
+        Raises:
+            ConfigError: if one is not.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name not in names:
+                what = "a session" if isinstance(self, SessionBody) else "a call"
+                raise ConfigError(f"{name}={value!r:.60}: {what} has no such option: use {sorted(names)}")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -94,6 +106,7 @@ class CallBody(_body_of(CallOptions)):  # type: ignore[misc]
     parents: Items[ParentBody] = Field(default_factory=list, max_length=MAX_MESSAGES)
     offsets: Items[int | None] | None = None
     new_offset: int | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     agent: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # whose turn the calls of one request are
     prompt_schema: str | None = Field(None, alias="schema")  # `tokens` are PML and import modules of this schema
     sampling: dict[str, JsonValue] | None = None

@@ -91,6 +91,7 @@ class RemoteSessions:
                 type="rate_limit_error",
                 code="too_many_sessions",
             )
+        body.check_options(self._service.engine.core.features.session_parsers)
         model = BASE_MODEL if body.model == self._service.model_name else body.model
         session = self._service.engine.session(
             mode=body.mode, seed=body.seed, client_id=Client(tenant, UNSALTED), model=model, **body.options
@@ -220,17 +221,19 @@ class RemoteSessions:
         return cache.generate(session, prompt.resolved, sampling=sampling, forced_tokens=call.forced_tokens)
 
     def _arguments(self, tenant: str, session_id: str, call: CallBody, encoded: EncodedCall) -> dict[str, Any]:
+        call.check_options(self._service.engine.core.features.parsers)
         parents: list[Message | MessageSlice] = []
         for parent in call.parents:
             message = self.message(tenant, session_id, parent.id)
             is_slice = parent.start is not None and parent.stop is not None
             parents.append(MessageSlice(message, parent.start or 0, parent.stop or 0) if is_slice else message)
         arguments = {
+            **call.options,
             PROMPT_NAMES[call.kind]: encoded.prompt,
             "parents": parents,
             "offsets": call.offsets,
             "new_offset": call.new_offset,
-            **call.options,
+            "priority": call.priority or 0,
         }
         if call.sampling is not None:
             arguments["sampling"] = self._sampling(call)
