@@ -8,6 +8,7 @@ import torch
 from helpers import tiny_models
 from helpers.char_tokenizer import tokenizer as char_tokenizer
 from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
 from helpers.message_graphs import Node, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
