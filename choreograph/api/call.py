@@ -94,7 +94,7 @@ RESERVED_NAMES = {*PROMPT_NAMES.values(), "parents", "offsets", "new_offset", *O
 RESERVED_NAMES |= {"mode", "seed", "client_id", *SessionOptions.__annotations__}
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One call, as a program made it."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, InvalidTokensError
 from ..models.template_sandbox import ChatRejectedError, RenderedChat, TemplateLimitError, render_messages
@@ -54,6 +54,13 @@ class EncodedTurn(Turn):
 
 
 _SAMPLE_USER_TURN = Turn("user", _SAMPLE_TEXT)
+
+
+class SpecialTokens(NamedTuple):
+    """Special tokens of a tokenizer."""
+
+    by_text: dict[str, int]
+    ids: frozenset[int]
 
 
 class ChatTurns:
@@ -210,16 +217,17 @@ class ChatTemplate:
         return frozenset(i for token, i in self.tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token))
 
     @property
-    def special_tokens(self) -> dict[str, int]:
-        """Texts and ids of the special tokens that decoding skips."""
-        tokens: dict[str, int] = self._memoize(("special tokens", self._tokenizer_state), self._index_special_tokens)
+    def special_tokens(self) -> "SpecialTokens":
+        """Special tokens that decoding skips."""
+        tokens: SpecialTokens = self._memoize(("special tokens", self._tokenizer_state), self._index_special_tokens)
         return tokens
 
-    def _index_special_tokens(self) -> dict[str, int]:
+    def _index_special_tokens(self) -> "SpecialTokens":
         tokenizer = self.tokenizer  # it builds its whole vocabulary for each look-up
         ids = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
         texts = zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True)
-        return {text: token for text, token in texts if not tokenizer.decode([token], skip_special_tokens=True)}
+        skipped = {text: token for text, token in texts if not tokenizer.decode([token], skip_special_tokens=True)}
+        return SpecialTokens(skipped, frozenset(skipped.values()))
 
     def _checked_turn(self, turn: Turn, opening: bool, is_last: bool = False, after_system: bool = False) -> str:
         rendered = self._render_turn(turn, opening, is_last, after_system)

@@ -252,8 +252,14 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         parents, options = self.check_parents(call.parents), call.options
         after_system = follows_system_turn(parents)
         state: DecodeState | None = None
+        own, given = dict[str, Any](), dict[str, Any]()  # sampling parameters, options of features
+        for name, value in options.items():
+            if name in SAMPLING_NAMES:
+                own[name] = value
+            elif value is not None and name in self.core.features.parsers:
+                given[name] = value
         if call.kind == "decode":
-            ids, state = self._build_decode(call.prompt, bool(parents), after_system, options)
+            ids, state = self._build_decode(call.prompt, bool(parents), after_system, options, own)
         else:
             ids = tokenize_input(call.prompt, *self._vocabulary, opening=not parents, after_system=after_system)
         request = self._new_request(
@@ -261,16 +267,18 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         )
         message = self._handle(request, parents)
         message.role = call.prompt.role if isinstance(call.prompt, Turn) else None
-        features = self.core.features
-        given = {name: value for name, value in options.items() if name in features.parsers}
-        return features.draft(request, message, self, given, self.defaults)
+        return self.core.features.draft(request, message, self, given, self.defaults)
 
     def _build_decode(
-        self, header: PromptInput, has_parents: bool, after_system: bool, options: Mapping[str, Any]
+        self,
+        header: PromptInput,
+        has_parents: bool,
+        after_system: bool,
+        options: Mapping[str, Any],
+        sampling_options: dict[str, Any],
     ) -> tuple[list[int], DecodeState]:
         """Return the token ids of a header and the sampling state of its decode."""
-        own = {name: value for name, value in options.items() if name in SAMPLING_NAMES}
-        sampling = override_sampling(options.get("sampling", DEFAULT_SAMPLING), own)
+        sampling = override_sampling(options.get("sampling", DEFAULT_SAMPLING), sampling_options)
         footer, forced_tokens = options.get("footer"), options.get("forced_tokens")
         footer_ids = list[int]()
         if isinstance(header, Turn):

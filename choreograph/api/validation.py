@@ -243,9 +243,11 @@ def create_decode_state(
             header,
             chat_template.byte_token_ids,
             skip_special=sampling.skip_special_tokens,
-            skipped_ids=frozenset(special_tokens.values() if sampling.skip_special_tokens else ()),
+            skipped_ids=special_tokens.ids if sampling.skip_special_tokens else frozenset(),
         )
-        stop_tokens.update(special_tokens[text] for text in sampling.stop if text in special_tokens)
+        if sampling.stop:
+            by_text = special_tokens.by_text
+            stop_tokens.update(by_text[text] for text in sampling.stop if text in by_text)
     return DecodeState(
         sampling=sampling,
         prompt=header,

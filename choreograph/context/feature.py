@@ -43,7 +43,7 @@ READY = Ready()
 Outcome = Ready | Wait | Prefills
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestDraft:
     """Request that is being built from a call of a session."""
 
@@ -66,6 +66,7 @@ class ContextFeature:
     session_options: ClassVar[Mapping[str, Parser]] = {}  # of `Engine.session` alone
     # a copy of a message, as the guard and other models make them, is prepared with the options of its call
     keeps_options: ClassVar[bool] = True
+    needs_options: ClassVar[bool] = False  # `prepare` is called only where some option of a feature is set
     rewrites_again: ClassVar[bool] = False  # `rewrite` is called at each try to admit, also after `Ready`
 
     def attach(self, core: Any) -> None:
@@ -207,21 +208,19 @@ class FeatureSet:
         """Let the features prepare a request.
 
         Args:
-            options: of the call; names are known.
+            options: of the call, set and with names that are known.
             defaults: valid options of the session.
         """
-        given = {}
-        for name, value in options.items():
-            if value is not None:
-                given[name] = self.parsers[name](value)
+        given = {name: self.parsers[name](value) for name, value in options.items()} if options else {}
         values = {**defaults, **given}
         if copy_of is not None and (kept := copy_of.extension(_KeptOptions)) is not None:
             values |= kept.values
-        if self._kept and (own := {name: values[name] for name in self._kept if name in values}):
+        if values and self._kept and (own := {name: values[name] for name in self._kept if name in values}):
             request.extend(_KeptOptions(own))
         draft = RequestDraft(request, message, session, values, given, copy_of)
         for feature in self.preparing:
-            feature.prepare(draft)
+            if values or copy_of is not None or not feature.needs_options:
+                feature.prepare(draft)
         return draft
 
     def rewrite(self, request: Request, *, may_load: bool) -> Outcome:

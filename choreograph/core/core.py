@@ -150,8 +150,8 @@ class EngineCore:
                     own_seed = request.decode_state.sampling.seed
                     seed = seeds.getrandbits(63) if own_seed is None else int(own_seed)
                     request.decode_state.generator.manual_seed(seed % (1 << 63))
-                self.lifecycle.hold_dependencies(request.dependencies)
                 for parent in request.dependencies:
+                    parent.num_waiting_dependents += 1
                     if parent.priority > request.priority and not parent.is_finished:
                         self._raise_priority(parent, request.priority)
                 if request.decode_state is None and request.is_text_only:

@@ -71,7 +71,7 @@ def copy_labels(original: Request, copy: Request) -> None:
 class Guard(ContextFeature):
     """Labels and clearances of messages."""
 
-    keeps_options = False
+    keeps_options, needs_options = False, True
     options: ClassVar[Mapping[str, Parser]] = {
         "labels": partial(parse_labels, name="labels"),
         "clearance": partial(parse_labels, name="clearance"),

@@ -112,7 +112,7 @@ def remote_of(source: Request | None) -> RemoteContext | None:
 class OtherModels(ContextFeature):
     """Reuse of messages that other models computed, and the pairs of models with layer reuse."""
 
-    keeps_options, rewrites_again = False, True
+    keeps_options, needs_options, rewrites_again = False, True, True
     options: ClassVar[Mapping[str, Parser]] = {"kv_reuse": _parse_kv_reuse}
 
     def attach(self, core: EngineCore) -> None:

@@ -14,6 +14,8 @@ from .decode_state import DecodeState
 
 Extension = TypeVar("Extension")
 
+NO_USAGE = Usage()
+
 
 class RequestState(Enum):
     """Life cycle of a request; the last three states are final."""
@@ -35,7 +37,7 @@ class Purpose(Enum):
     RECOMPUTE = "recompute"  # internal: computes a discarded entry again
 
 
-@dataclass
+@dataclass(slots=True)
 class Reencoding:
     """Tokens of another request, often of another model, that are prefilled again."""
 
@@ -46,7 +48,7 @@ class Reencoding:
     is_placed: bool = False  # the positions were taken over
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestTimes:
     """Times of `time.perf_counter()`, in seconds."""
 
@@ -67,7 +69,7 @@ class RequestTimes:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class SchedulingState:
     """What the scheduler remembers of a request between steps."""
 
@@ -107,7 +109,7 @@ class Request:
     context: tuple[KVSlice, ...] = ()  # slices this request attends to
     error: ChoreographError | None = None
     finish_reason: FinishReason | None = None
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = NO_USAGE
     num_waiting_dependents: int = 0  # waiting requests that keep this one from being released
     released: bool = False
     cancel_when_computed: bool = False

@@ -105,7 +105,7 @@ def test_tokens_without_final_text_cost_the_same_after_any_number_of_others(talk
     vocabulary = tokenizer.get_vocab()
     for run in (replaced * 300, [vocabulary["\u0123"]] * 900, broken * 900, [tokenizer.eos_token_id] * 900):
         stream = Detokenizer(
-            tokenizer, [], chat.byte_token_ids, skipped_ids=frozenset(chat.special_tokens.values())
+            tokenizer, [], chat.byte_token_ids, skipped_ids=chat.special_tokens.ids
         )  # fmt: skip
         num_decoded, decode = [], stream._decode_ids
         stream._decode_ids = lambda ids, *, decode=decode, num_decoded=num_decoded, **options: (

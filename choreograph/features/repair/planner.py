@@ -89,7 +89,7 @@ def repair_of(request: Request) -> Repair | None:
 class ContextRepair(ContextFeature):
     """Planner of the repair of waiting requests."""
 
-    keeps_options = False
+    keeps_options, needs_options = False, True
     options: ClassVar[Mapping[str, Parser]] = {"repair": Repair.parse}
 
     def attach(self, core: EngineCore) -> None:

@@ -40,7 +40,7 @@ class TokenBytes:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Tokens that decoding may leave out."""
-        return frozenset(self._chat_template.special_tokens.values())
+        return self._chat_template.special_tokens.ids
 
     def load(self) -> None:
         """Read the vocabulary, which takes long, once."""
