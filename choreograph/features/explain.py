@@ -22,6 +22,7 @@ from ..kv_cache.entry import KVSlice
 from ..messages.handle import MessageHandle
 from ..outputs import Mode
 from ..request.request import Purpose, Request, RequestState
+from .guard import copy_labels
 from .repair.options import Repair
 from .repair.planner import RepairState
 from .repair.probe import ProbeContext
@@ -397,6 +398,7 @@ def _repaired_context(
         model=original.model,
         weights_group=original.weights_group,
     )
+    copy_labels(original, trial)
     if repair.share:
         trial.extend(RepairState(repair))
     core.add_requests([trial], random.Random(0))

@@ -194,3 +194,14 @@ def test_recommendations_have_figures_only_if_they_were_measured():
         assert sentence.startswith(f"{start}repair up to 0.4 leaves KL at 0.14, so use repair=1 or prefix mode")
         (sentence,) = _recommend(vote.id, parents, SMALL_KL / 2, (), names)
         assert sentence.endswith("nothing to do")
+
+
+def test_a_labelled_message_is_measured_with_repairs():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        rules = session.prefill([1, 2, 3, 4, 5, 6], labels={"caller"})
+        texts = [session.prefill([10 + i, 20 + i, 30 + i, 40 + i]) for i in range(3)]
+        message = session.decode([7], [rules, *texts], temperature=0, max_tokens=4)
+        assert message.labels == {"caller"}
+        assert [trial.share for trial in message.explain(measure=True).trials] == [0.1, 0.2, 0.4]
+        engine.check()
