@@ -207,9 +207,9 @@ def test_training_is_what_it_is_on_the_cpu(gpu, tmp_path):
 def test_the_benchmark_of_the_gpu_path_runs_to_its_end(gpu, monkeypatch, capsys):
     """Recorded steps and all; but for FlexAttention, which is compiled for the device."""
 
-    def recording(self, config, most_rows: int = 1 << 30):
-        made = new_engine(self, config, most_rows)
-        rows = tuple(n for n in self.shape.rows if n <= most_rows)
+    def recording(self, config, max_graph_rows: int = 1 << 30):
+        made = new_engine(self, config, max_graph_rows)
+        rows = tuple(n for n in self.shape.rows if n <= max_graph_rows)
         if rows:
             inspect(made).hf_model.compiled = CudaGraphForward(inspect(made).hf_model, rows, use_compiler=False)
         return made

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from choreograph import SamplingParams
 from choreograph.console import make_console
 from choreograph.errors import ConfigError
+from choreograph.lab.commands import options
 from choreograph.lab.evaluation.datasets import Example, make_games
 from choreograph.lab.evaluation.experiment import Experiment, describe_engine
 from choreograph.lab.evaluation.ray_workers import EngineWorker, RayWorkers
@@ -111,11 +112,12 @@ def test_traces_of_workers_are_those_of_one_process(talker, workers, tmp_path):
 @pytest.mark.slow
 def test_timings_of_workers_are_of_the_traces_and_tokens_of_one_process(talker, workers, tmp_path):
     pairs, reports = [Example(f"p{i}", "pair", [f"Is {i} odd?", f"And {i} plus two?"]) for i in range(5)], []
-    workflow, settings = find("multi_qa"), {"options": {}, "sampling": SamplingParams(max_tokens=4), "seed": 0}
+    workflow = find("multi_qa")
     conditions = dict(list(conditions_of(workflow).items())[:2])
+    experiment = Experiment("multi_qa", workflow, conditions, SamplingParams(max_tokens=4))
     for folder, engines in (("one", None), ("two", workers)):
-        steps, arguments = talker.stats().num_steps, (make_console(quiet=True), "multi_qa", workflow, pairs)
-        reports.append(bench(talker, *arguments, tmp_path / folder, conditions=conditions, workers=engines, **settings))
+        steps = talker.stats().num_steps
+        reports.append(bench(talker, make_console(quiet=True), experiment, pairs, tmp_path / folder, workers=engines))
         assert (talker.stats().num_steps == steps) == (engines is not None)
     one, two = ([point[0] for point in report["points"]] for report in reports)
     assert one == two and len(two) == 5
@@ -142,9 +144,9 @@ def test_the_commands_run_own_workflows_on_ray(workers, talker_folder, tmp_path,
     )
     given = [str(code), "--data", str(data), "--model", talker_folder, "--max-tokens", "4", "--split", "all"]
     reports = []
-    for options in ([], ["--ray", "auto", "--ray-workers", "1"]):
-        out = tmp_path / f"eval{len(options)}"
-        result = CliRunner().invoke(app, ["eval", *given, "--out", str(out), "--json", *options])
+    for more in ([], ["--ray", "auto", "--ray-workers", "1"]):
+        out = tmp_path / f"eval{len(more)}"
+        result = CliRunner().invoke(app, ["eval", *given, "--out", str(out), "--json", *more])
         assert result.exit_code == 0, result.output
         reports.append(json.loads((out / "report.json").read_text()))
     assert reports[0] == reports[1]

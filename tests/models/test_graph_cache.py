@@ -118,7 +118,7 @@ def specialize(monkeypatch):
 
     monkeypatch.setattr(GraphFile, "compile", keep_arguments)
     monkeypatch.setattr("torch._inductor.standalone_compile", compile_for_arguments)
-    return "expected size 2==3"
+    return "expected size"  # of two or of three tokens, whichever is traced first
 
 
 @needs_kernel

@@ -134,7 +134,7 @@ def final_answer(text: str, *, is_complete: bool = True) -> str | None:
     result = (
         (in_box and without_aside(in_box)) or _stated_answer(text) or (_last_expression(text) if is_complete else None)
     )
-    return result if result and re.search(r"\w", result) else None
+    return result if result and re.search(r"[^\W_]", result) else None  # a letter or a digit
 
 
 def _stated_answer(text: str) -> str | None:
