@@ -1,8 +1,10 @@
 """Options of an application of replicas, its config file form, and its autoscaling policy."""
 
+import os
 import signal
 import subprocess
 import sys
+import uuid
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,9 +96,10 @@ def test_states_of_replicas_are_summed():
 
 @pytest.mark.slow
 def test_the_command_serves_with_replicas_and_leaves_nothing_running(talker_folder):
-    before = {process.pid for process in psutil.process_iter()}
+    mark = uuid.uuid4().hex  # its processes inherit it; other tests have processes of Ray at the same time
     command = [sys.executable, "-m", "choreograph", "serve", talker_folder, "--replicas", "2", "--port", "8979"]
-    process = subprocess.Popen([*command, "--dtype", "float32", "--served-model-name", "tiny"], stdout=subprocess.PIPE)
+    command += ["--dtype", "float32", "--served-model-name", "tiny"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"CHOREOGRAPH_TEST": mark})
     try:
         assert any(b"serving on http://127.0.0.1:8979" in line for line in process.stdout)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -105,5 +108,5 @@ def test_the_command_serves_with_replicas_and_leaves_nothing_running(talker_fold
     finally:
         process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0
-    left = [p.info for p in psutil.process_iter(["pid", "cmdline"]) if p.pid not in before]
-    assert not [info for info in left if any("ray" in part for part in (info["cmdline"] or [])[:3])]
+    left = psutil.process_iter(["pid", "cmdline", "environ"])
+    assert not [p.info["cmdline"] for p in left if (p.info["environ"] or {}).get("CHOREOGRAPH_TEST") == mark]
