@@ -1,5 +1,6 @@
 """Calls of `prefill` and `decode`: the one list of their arguments, and how they are taken apart."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
@@ -110,7 +111,7 @@ MessageT = TypeVar("MessageT")
 ParentT = TypeVar("ParentT")
 
 
-class SessionAPI(ChatTurns, Generic[MessageT, ParentT]):
+class SessionAPI(ChatTurns, ABC, Generic[MessageT, ParentT]):
     """`prefill` and `decode` of sessions, of this process or of a server."""
 
     @overload
@@ -175,9 +176,9 @@ class SessionAPI(ChatTurns, Generic[MessageT, ParentT]):
         """Return the names of all options of a call."""
         return OPTION_NAMES[kind]
 
+    @abstractmethod
     def _submit_calls(self, calls: list[Call]) -> list[MessageT]:
         """Submit all calls or none."""
-        raise NotImplementedError
 
 
 def is_batch(value: object) -> bool:

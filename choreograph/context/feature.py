@@ -1,4 +1,4 @@
-"""The door for features: what changes which keys and values a request reads.
+"""The interface of features: what changes which keys and values a request reads.
 
 The core calls features when a request is built, submitted, admitted and finished, never for a token. A feature knows
 requests, their parents and namespaces; it knows nothing of queues and batches.

@@ -129,12 +129,11 @@ class Admission:
         try:
             request.resolve_dependencies()
             outcome = self._features.rewrite(request, may_load=may_load)
-        except RequestTooLargeError as exc:
-            error = exc
-        except CacheFullError:
-            outcome = Wait()
         except ChoreographError as exc:
-            error = exc
+            if isinstance(exc, CacheFullError) and not isinstance(exc, RequestTooLargeError):
+                outcome = Wait()
+            else:
+                error = exc
         except Exception as exc:
             error = wrap_error(request, "rewriting its context raised", exc)
         if error is not None:

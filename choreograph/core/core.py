@@ -154,7 +154,7 @@ class EngineCore:
                     parent.num_waiting_dependents += 1
                     if parent.priority > request.priority and not parent.is_finished:
                         self._raise_priority(parent, request.priority)
-                if request.decode_state is None and request.is_text_only:
+                if request.is_text_only:
                     self.lifecycle.finish(request, RequestState.DONE, "encoded")  # nothing to compute
                 else:
                     request.sequence = self.new_id()
@@ -172,7 +172,7 @@ class EngineCore:
                     self.scheduler.waiting.add(ancestor)  # in its new place
 
     def _check_fits(self, request: Request) -> None:
-        if request.layers is not None or (request.decode_state is None and request.is_text_only):
+        if request.layers is not None or request.is_text_only:
             return
         pool, max_positions = self.cache_manager.pool, self.hf_model.model_info.max_positions
         num_tokens, _ = request.token_limits(len(request.prompt), max_positions)

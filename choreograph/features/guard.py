@@ -100,7 +100,7 @@ class Guard(ContextFeature):
             _check(draft.message, clearance, options.get("on_leak", "reencode"))
 
     def submit(self, draft: RequestDraft) -> None:
-        """Replace parents that must not be read, and let labels flow."""
+        """Replace parents that must not be read by variants that may."""
         if not self.is_active:
             return
         clearance = draft.options.get("clearance")
@@ -134,9 +134,12 @@ class LabelFlow(ContextFeature):
         _set_labels(draft.message, draft.request)
 
     def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
-        """Check that no feature has added a parent with other labels."""
+        """Check that no feature has added a parent with other labels.
+
+        The namespace has those of the submission, which `declassify` does not change.
+        """
         if self._guard.is_active:
-            _check_parents(request, labels_of(request).effective)
+            _check_parents(request, request.namespace.labels)
         return READY
 
 

@@ -142,3 +142,13 @@ def test_wrong_options_are_refused(option):
         engine.session(**option)
     with engine.session() as session, pytest.raises(ConfigError, match=name):
         session.prefill([1], **option)
+
+
+def test_a_message_is_declassified_before_it_is_computed():
+    engine = tiny_models.engine()
+    with engine.session() as session:
+        secret = session.prefill([9, 9, 9], labels={"secret"})
+        message = session.decode([4, 5], [secret], temperature=0, max_tokens=4)
+        assert message.declassify("secret").labels == frozenset()
+        assert len(message.output_token_ids) == 4
+        engine.check()

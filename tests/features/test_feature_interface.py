@@ -1,4 +1,4 @@
-"""What the door for features holds up against: names, failures, labels, lost sources."""
+"""Features and the engine: names of options, failures, labels, lost sources."""
 
 from dataclasses import fields
 
