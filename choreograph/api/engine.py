@@ -27,6 +27,7 @@ from ..kv_cache.tiers import make_tiers
 from ..kv_cache.transfer import SyncExecutor
 from ..layer_pattern import LayerPattern, parse_layer_pattern
 from ..models.hf_model import HFModel
+from ..models.operators.model_operators import create_operators
 from ..models.info import ModelInfo, total_memory
 from ..models.loader import DEFAULT_MODEL, check_dtype, load
 from ..models.lora import LoraWeights
@@ -127,6 +128,8 @@ class Engine:
         )
         if config.quantization:
             hf_model.quantize(config.quantization)
+        if not config.compile:
+            hf_model.operators = create_operators(hf_model)
         if config.compile:
             _enable_compile(hf_model, config)
         engine = cls(hf_model, config, adapters=adapters, models=models, features=features)
@@ -178,6 +181,8 @@ class Engine:
         )
         if config.quantization:
             other.quantize(config.quantization)
+        if not config.compile:
+            other.operators = create_operators(other)
         if config.compile:
             _enable_compile(other, config)
         with core.lock:

@@ -121,7 +121,8 @@ class HFModel:
     adapters: Mapping[str, LoraWeights] = MappingProxyType({})  # of `lora_manager`, by name
     tp_group: TPGroup | None = None  # ranks that share the model; None with one process
     training_model: Any = None  # wrapper that trains the model; None while the weights match the fingerprint
-    compiled: Any = None  # `CompiledForward`, `CudaGraphForward`, or None
+    compiled: Any = None  # `CudaGraphForward`, or None
+    operators: Any = None  # `ModelOperators` on a CPU; None where the layers run as transformers computes them
 
     def __init__(
         self,
@@ -236,12 +237,17 @@ class HFModel:
             self.ensure_not_training()
         lora = self.lora_rows(models) if self.adapters else nullcontext(False)
         autocast = torch.autocast(self.model_info.device.type, enabled=False)
-        with self.attention_hook(), autocast, lora as has_adapters, allow_sigint():
+        with self.attention_hook(), self._fast_layers(), autocast, lora as has_adapters, allow_sigint():
             if self.compiled is not None and not has_adapters and not forward_context.saved_hidden:
                 logits = self.compiled(tokens, positions, forward_context, logits_indices)
                 if logits is not None:
                     return logits
             return self.logits(tokens, positions, forward_context, logits_indices).float()
+
+    def _fast_layers(self) -> AbstractContextManager[None]:
+        """Run operators in place of the model's layers inside the block, where there are some."""
+        result: AbstractContextManager[None] = nullcontext() if self.operators is None else self.operators.applied()
+        return result
 
     def prepare_graph(self, forward_context: ForwardContext) -> None:
         """Prepare CUDA graph inputs for a step of the base model."""
@@ -276,6 +282,7 @@ class HFModel:
         layers, device = self.decoder_layers, self.model_info.device
         with (
             self.attention_hook(),
+            self._fast_layers(),
             torch.autocast(device.type, enabled=False),
             self.lora_rows(models),
             layers.restricted_to(start_layer, end_layer),
