@@ -27,10 +27,10 @@ from ..kv_cache.tiers import make_tiers
 from ..kv_cache.transfer import SyncExecutor
 from ..layer_pattern import LayerPattern, parse_layer_pattern
 from ..models.hf_model import HFModel
-from ..models.operators.model_operators import create_operators
 from ..models.info import ModelInfo, total_memory
 from ..models.loader import DEFAULT_MODEL, check_dtype, load
 from ..models.lora import LoraWeights
+from ..models.operators.model_operators import create_operators
 from ..namespace import Client
 from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock

@@ -93,7 +93,7 @@ class LayerOperators:
         modules = dict(layer.named_children())
         is_gemma = _GEMMA_NORMS[0] in modules
         norms = [recognize_norm(_part(layer, name)) for name in (*_NORMS, *(_GEMMA_NORMS if is_gemma else ()))]
-        self._attention_norm, self._mlp_norm = (norms[1], norms[3]) if is_gemma else (None, None)
+        self._post_norms = (norms[1], norms[3]) if is_gemma else None
 
         def project(parent: Any, name: str, fused: str, parts: Sequence[str], **options: Any) -> Projection:
             names = (fused,) if hasattr(parent, fused) else parts
@@ -114,7 +114,7 @@ class LayerOperators:
             recognize_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)
         ]
         self._head_norms = head_norms
-        self._head_norm_addresses = [norm.address for norm in head_norms] or [None, None]
+        self._head_norm_addresses: list[int | None] = [norm.address for norm in head_norms] or [None, None]
         if head_norms and any(len(getattr(attention, name).weight) != self._head_dim for name in ("q_norm", "k_norm")):
             raise UnrecognizedLayerError("its query and key norms are not of single heads")
         self._rotate = load_kernels(attention.o_proj.weight.dtype).rotate
@@ -122,8 +122,10 @@ class LayerOperators:
 
     def refresh(self) -> None:
         """Read the addresses of the parameters again."""
-        for part in (self._qkv, self._output, self._gated, self._down, *self._norms, *self._head_norms):
-            part.refresh()
+        for projection in (self._qkv, self._output, self._gated, self._down):
+            projection.refresh()
+        for norm in (*self._norms, *self._head_norms):
+            norm.refresh()
 
     def __call__(
         self, hidden_states: Float[Tensor, "1 N E"], *, position_embeddings: tuple[Tensor, Tensor], step: Any, **_: Any
@@ -131,11 +133,12 @@ class LayerOperators:
         """Compute the layer; attention through `step.attend`."""
         query, key, value = self._project(hidden_states, *position_embeddings)
         attended = step.attend(self._layer_index, query, key, value, self._scale, None).flatten(2)
-        if self._attention_norm is None or self._mlp_norm is None:
+        if self._post_norms is None:
             hidden = self._output(attended, hidden_states)
             return self._down(self._gated(hidden), hidden)
-        hidden = self._attention_norm(self._output(attended), hidden_states)
-        return self._mlp_norm(self._down(self._gated(hidden)), hidden)
+        attention_norm, mlp_norm = self._post_norms
+        hidden = attention_norm(self._output(attended), hidden_states)
+        return mlp_norm(self._down(self._gated(hidden)), hidden)
 
     def _project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Return queries (1, H, N, D), keys and values (1, G, N, D), rotated."""

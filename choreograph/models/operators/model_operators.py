@@ -38,7 +38,8 @@ class ModelOperators:
         self._operators: list[tuple[nn.Module, LayerOperators | NormOperator | Projection]] = [
             (layer, LayerOperators(layer, paths[layer], hf_model.lora_manager)) for layer in layers.layers
         ]
-        norm, head = getattr(layers.backbone, "norm", None), model.get_output_embeddings()
+        norm: Any = getattr(layers.backbone, "norm", None)
+        head: Any = model.get_output_embeddings()
         self._operators.append((norm, recognize_norm(norm)))
         self._operators.append((head, Projection([_linear(head)], [paths[head]], None)))
         self._check(hf_model)

@@ -167,7 +167,7 @@ template <class T>
 void product(int rows, const Input<T>* x, int64_t x_row, const T* w, int count, int64_t in, float* to) {
   constexpr bool WIDENS = std::is_same<Input<T>, float>::value && std::is_same<T, bf16>::value;
   static thread_local Buffer<float> buffer;
-  float* wide = WIDENS && rows > FEW ? buffer.reserve(N * in) : nullptr;
+  float* wide = WIDENS && rows > FEW ? buffer.reserve(N * x_row) : nullptr;
   for (int n = 0; n < count; n += N) {
     const T* from[N];
     for (int k = 0; k < N; k++) from[k] = w + std::min(n + k, count - 1) * in;
@@ -177,14 +177,16 @@ void product(int rows, const Input<T>* x, int64_t x_row, const T* w, int count, 
       if (rows > FEW) {
         const float* rows_of[N];
         for (int k = 0; k < N; k++) {
-          float* row = wide + k * in;
-          int64_t i = 0;
-          for (; i + STRIP <= in; i += STRIP)
+          float* row = wide + k * x_row;
+          for (int64_t i = 0; i + STRIP <= in; i += STRIP)
             for (int s = 0; s < STRIP; s += LANES) store(row + i + s, Products<T, T>::weight(from[k] + i, s));
-          for (; i < in; i++) row[i] = to_float(from[k][i]);
+          if (int64_t i = in / STRIP * STRIP; i < in) {
+            std::fill(row + i, row + x_row, 0.0f);
+            for (; i < in; i++) row[place<T>(i)] = to_float(from[k][i]);
+          }
           rows_of[k] = row;
         }
-        dots_of_rows<T, float>(rows, x, x_row, rows_of, in, false, out);
+        dots_of_rows<T, float>(rows, x, x_row, rows_of, x_row, false, out);
         continue;
       }
     }
