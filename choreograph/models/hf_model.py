@@ -40,14 +40,6 @@ _SETTING = "_attn_implementation_internal"  # where transformers' property `_att
 _FORWARD_LOCK = threading.RLock()  # the attention setting belongs to the model, which several engines can share
 
 
-def _quantize_int8(model: torch.nn.Module, linears: set[torch.nn.Linear]) -> None:
-    try:
-        from torchao import quantization as torchao
-    except ImportError:
-        raise ConfigError("quantization='int8' needs torchao: pip install 'choreograph[int8]'") from None
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=lambda module, path: module in linears)
-
-
 def _attention(
     module: Any,
     query: Tensor,
@@ -196,16 +188,15 @@ class HFModel:
         """Quantize the weights in place.
 
         Args:
-            scheme: "int8" through torchao, or "int4" in groups of 32 weights (`int4_linear`).
+            scheme: "int4" in groups of 32 weights (`int4_linear`).
         """
         from .kernels.int4_linear import GROUP_SIZE, quantize_layers
 
         self.ensure_single_process(f"quantization={scheme!r}")
-        group_size = GROUP_SIZE if scheme == "int4" else 1
         linears = [
             module
             for module in self.model.modules()
-            if type(module) is torch.nn.Linear and module.in_features % group_size == 0
+            if type(module) is torch.nn.Linear and module.in_features % GROUP_SIZE == 0
         ]
         num_weights, info = sum(module.weight.numel() for module in linears), self.model_info
         if 2 * num_weights < info.parameters:
@@ -213,10 +204,7 @@ class HFModel:
                 f"quantization={scheme!r}: only {num_weights:,} of {info.parameters:,} weights of {info.name} are in "
                 "linear layers of a supported shape; use quantization=None"
             )
-        if scheme == "int4":
-            quantize_layers(self.model, set(linears))
-        else:
-            _quantize_int8(self.model, set(linears))
+        quantize_layers(self.model, set(linears))
         self.model_info = replace(info, fingerprint=f"{info.fingerprint}-{scheme}")
 
     @torch.no_grad()
