@@ -34,6 +34,7 @@ from .gguf.gguf_file import convert_gguf
 from .gguf.tokenizer_fields import apply_tokenizer_fields
 from .hf_model import HFModel, find_eos_token_ids
 from .info import check_rope, ignored_fields, resolve_max_positions
+from .operators.decoder_layer import FAMILIES
 from .tensor_parallel import tp_kwargs
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -66,7 +67,8 @@ def load(
     device_map: Any = None,
     tp_plan: Any = None,
     max_positions: int | None = None,
-    uses_packed_kernels: bool = False,
+    uses_operators: bool = False,
+    quantization: str | None = None,
 ) -> HFModel:
     """Load a model by name or path, or take one in memory.
 
@@ -74,7 +76,8 @@ def load(
 
     Args:
         dtype: defaults to `default_dtype`.
-        uses_packed_kernels: whether its weights will have 4 bits, which the default type depends on.
+        uses_operators: whether its layers will run through operators where they can; the default dtype depends on it.
+        quantization: of the weights, later; the default dtype depends on it.
         device_map: as in transformers, in place of `device`.
         tp_plan: as in transformers, in place of `device`.
         max_positions: limit below the model's own.
@@ -91,9 +94,12 @@ def load(
             raise ConfigError(f"{options[0]}: the model is in memory and where it is; leave it out, or use device=")
         return HFModel(_move(model, dtype, device), tokenizer, max_positions=max_positions)
     device, sharding = check_device(device), tp_kwargs(tp_plan)
-    dtype = dtype or default_dtype(device if device_map is None else None, uses_packed_kernels)
     source, name = _resolve_source(str(model))
     with _loading(name, source):
+        if dtype is None:
+            model_type = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE).get_text_config().model_type
+            has_kernels = quantization == "int4" or (uses_operators and model_type in FAMILIES)
+            dtype = default_dtype(device if device_map is None else None, has_kernels)
         if find_adapter_config_file(source) is not None:  # transformers would load it over its base, and only log it
             raise ModelError(
                 f"model {name!r} holds an adapter: load its base, and give it as adapters={{...}} (--adapter)"
@@ -270,21 +276,21 @@ def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def default_dtype(device: torch.device | None, uses_packed_kernels: bool = False) -> torch.dtype:
+def default_dtype(device: torch.device | None, has_kernels: bool = False) -> torch.dtype:
     """Return bfloat16, or float32 on x86 processors without bfloat16 instructions.
 
-    On those, PyTorch's prefills in bfloat16 take three times as long and decodes are no faster. The kernel of 4-bit
-    weights reads bfloat16 and computes in float32 there.
+    On those, PyTorch's prefills in bfloat16 take three times as long and decodes are no faster. Kernels of our own read
+    bfloat16 and compute in float32 there, which is faster than float32.
 
     Args:
         device: None if it is not known yet.
-        uses_packed_kernels: whether weights have 4 bits.
+        has_kernels: whether linear layers will run through kernels of our own.
     """
     if device is None or device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
         return torch.bfloat16
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_tile")
-    return torch.bfloat16 if has_bfloat16 or (uses_packed_kernels and has_avx2()) else torch.float32
+    return torch.bfloat16 if has_bfloat16 or (has_kernels and has_avx2()) else torch.float32
 
 
 def check_device(name: str | torch.device | None) -> torch.device:
