@@ -12,6 +12,7 @@ import platform
 import re
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +28,14 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
-from ..attention.cpp_backend import has_avx2
+from ..attention.cpp_backend import has_avx2, load_kernel
 from ..errors import ChoreographError, ConfigError, ModelError
-from ..utils import check_on_hub, hub_or_cache
+from ..utils import check_on_hub, hub_or_cache, release_freed_memory
 from .gguf.gguf_file import convert_gguf
 from .gguf.tokenizer_fields import apply_tokenizer_fields
 from .hf_model import HFModel, find_eos_token_ids
 from .info import check_rope, ignored_fields, resolve_max_positions
+from .operators.library import load_kernels
 from .tensor_parallel import tp_kwargs
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -92,22 +94,38 @@ def load(
         return HFModel(_move(model, dtype, device), tokenizer, max_positions=max_positions)
     device, sharding = check_device(device), tp_kwargs(tp_plan)
     dtype = dtype or default_dtype(device if device_map is None else None, uses_packed_kernels)
-    source, name = _resolve_source(str(model))
-    with _loading(name, source):
-        if find_adapter_config_file(source) is not None:  # transformers would load it over its base, and only log it
-            raise ModelError(
-                f"model {name!r} holds an adapter: load its base, and give it as adapters={{...}} (--adapter)"
+    with ThreadPoolExecutor() as builds:  # compilers of kernels run while the model is converted, read and probed
+        if device.type == "cpu":
+            builds.submit(load_kernels, dtype)
+        source, name = _resolve_source(str(model))
+        with _loading(name, source):
+            if (
+                find_adapter_config_file(source) is not None
+            ):  # transformers would load it over its base, and only log it
+                raise ModelError(
+                    f"model {name!r} holds an adapter: load its base, and give it as adapters={{...}} (--adapter)"
+                )
+            kwargs = {"dtype": dtype, "use_safetensors": True, "device_map": device_map, **sharding}
+            loaded = _from_pretrained_strict(name, source, **kwargs)
+            if device.type == "cpu":
+                builds.submit(_load_attention_kernel, loaded.config, dtype, device)
+            has_no_tokenizer = Path(source).is_dir() and not any(
+                (Path(source) / file).exists() for file in TOKENIZER_FILES
             )
-        kwargs = {"dtype": dtype, "use_safetensors": True, "device_map": device_map, **sharding}
-        loaded = _from_pretrained_strict(name, source, **kwargs)
-        has_no_tokenizer = Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZER_FILES)
-        if tokenizer is None and not has_no_tokenizer:  # without one, the model is used with token ids
-            tokenizer = _load_tokenizer(source, name)
-        ignored = ignored_fields(loaded)
-    if ignored:
-        _log.warning("%s: not applied: %s; answers may differ from the model's own", name, ", ".join(ignored))
-    placed = loaded if device_map or sharding else _move(loaded, None, device)
-    return HFModel(placed, tokenizer, name=name, max_positions=max_positions)
+            if tokenizer is None and not has_no_tokenizer:  # without one, the model is used with token ids
+                tokenizer = _load_tokenizer(source, name)
+            ignored = ignored_fields(loaded)
+        if ignored:
+            _log.warning("%s: not applied: %s; answers may differ from the model's own", name, ", ".join(ignored))
+        placed = loaded if device_map or sharding else _move(loaded, None, device)
+        hf_model = HFModel(placed, tokenizer, name=name, max_positions=max_positions)
+    release_freed_memory()
+    return hf_model
+
+
+def _load_attention_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    config = config.get_text_config()
+    load_kernel(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, dtype, device)
 
 
 def load_tokenizer(model: str | os.PathLike[str]) -> tuple[Any, int]:

@@ -426,7 +426,10 @@ def _read_weights(model: Any, architecture: str, tensors: Mapping[str, Any], nam
     weights: dict[str, torch.Tensor] = {}
     for tensor in tensors.values():
         result = processor.process(
-            weights=_dequantize(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": weights}
+            weights=_dequantize(tensor),
+            name=tensor.name,
+            tensor_key_mapping=names,
+            parsed_parameters={"tensors": weights},
         )
         if result.name in names:
             weights[names[result.name]] = torch.from_numpy(np.array(result.weights, np.float32, order="C"))
