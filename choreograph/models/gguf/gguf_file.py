@@ -236,11 +236,11 @@ def _open_reader(part: Path) -> Any:
 
     class ArrayReader(GGUFReader):
         @property
-        def data(self) -> np.ndarray:
+        def data(self) -> Any:
             return self._array
 
         @data.setter
-        def data(self, value: np.ndarray) -> None:
+        def data(self, value: Any) -> None:
             self._array = np.asarray(value)
 
     return ArrayReader(part)
