@@ -10,11 +10,15 @@ import torch
 from jaxtyping import Float
 from platformdirs import user_cache_path
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from ...attention import cpp_backend
 from ...attention.cpp_backend import BackendUnavailableError, compile_library
 
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
+MAX_OWN_ROWS = (
+    64  # tokens up to which AMX and float32 kernels of our own are faster than PyTorch's; as in operators.cpp
+)
 PLAIN, SILU, GELU = range(3)  # what a linear operator does behind the product; as in operators.cpp
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
@@ -57,7 +61,8 @@ def load_kernels(dtype: torch.dtype) -> Kernels:
     if dtype not in DTYPES:
         raise BackendUnavailableError(f"type {dtype} is not float32 or bfloat16")
     attention = Path(cpp_backend.__file__).parent
-    sources = [Path(__file__).with_name("operators.cpp"), attention / "cpp_vector.h"]
+    own = [Path(__file__).with_name(name) for name in ("operators.cpp", "amx_products.h")]
+    sources = [*own, attention / "cpp_amx.h", attention / "cpp_vector.h"]
     folder = user_cache_path("choreograph") / "native"
     try:
         library = ctypes.CDLL(str(compile_library("operators", sources, (f"-I{attention}",), folder)))
@@ -122,7 +127,9 @@ class LinearOperator:
         self.features = sum(features) if mode == PLAIN else features[0]  # of the output
         self.in_features = layers[0].in_features
         self._parts = (_Part * len(features))(*(_Part(None, None, count) for count in features))
-        self._kernels = load_kernels(layers[0].weight.dtype)
+        dtype = layers[0].weight.dtype
+        self._kernels = load_kernels(dtype)
+        self._has_limit = dtype == torch.float32 or "amx_bf16" in cpp_backend.cpu_flags()
         self.refresh()
 
     def refresh(self) -> None:
@@ -147,6 +154,8 @@ class LinearOperator:
         """Return the output, added to `residual` if there is one."""
         x = x.contiguous()
         rows = x.numel() // self.in_features
+        if self._has_limit and rows > MAX_OWN_ROWS:
+            return self._multiply_many(x, residual)
         out = x.new_empty(*x.shape[:-1], self.features)
         self._kernels.linear(
             *(self._parts, len(self._parts), None if self.norm is None else self.norm.address, self._mode),
@@ -154,6 +163,15 @@ class LinearOperator:
             *(None if residual is None else residual.contiguous().data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+    def _multiply_many(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Compute the same with PyTorch's products."""
+        x = x if self.norm is None else self.norm(x)
+        parts = [linear(x, layer.weight, layer.bias) for layer in self._layers]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if self._mode != PLAIN:
+            return gate(out, self._mode)
+        return out if residual is None else out.add_(residual)
 
 
 def gate(x: Float[Tensor, "*n 2F"], mode: int) -> Float[Tensor, "*n F"]:

@@ -5,10 +5,9 @@
 // so weights need no other layout. A step of few tokens streams them once, in order. Every dot product adds in the same
 // order whatever the number of rows, so results do not depend on the batch.
 
-#include "cpp_vector.h"
+#include "amx_products.h"
 
-#if REGISTER == 16 && defined(__AVX512BF16__)
-#include <immintrin.h>
+#if REGISTER == 16 && (defined(__AVX512BF16__) || defined(EMULATED_DOTS))  // tests emulate them
 #define HAS_DOTS 1
 #else
 #define HAS_DOTS 0
@@ -22,6 +21,7 @@ constexpr int N = 4;       // output features at once
 constexpr int M = LANES == 16 ? 6 : 3;           // rows at once: M * N sums and their operands fit in registers
 constexpr int FEW = 12;                          // rows up to which weights are widened for each product
 constexpr int AHEAD = 8 << 10;  // bytes from a weight to the one that is prefetched meanwhile, in the order of memory
+constexpr int AMX_ROWS = 64;  // rows at most that are multiplied in tiles; as in library.py
 constexpr int64_t ROWS_BYTES = 192 << 10;        // of rows that take turns with a chunk, in the second-level cache
 
 // Operands of dot products: vectors from feature `s` of a strip on. `Input`: of prepared inputs. A product adds to LANES
@@ -52,9 +52,9 @@ template <>
 struct Products<bf16, bf16> {
   typedef bf16 Input;
   static constexpr int STEP = 2 * LANES;
-  static __m512bh input(const bf16* x, int s) { return (__m512bh)_mm512_loadu_si512(x + s); }
-  static __m512bh weight(const bf16* w, int s) { return (__m512bh)_mm512_loadu_si512(w + s); }
-  static vec add(vec sum, __m512bh x, __m512bh w) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, w); }
+  static ivec input(const bf16* x, int s) { return load_pairs(x + s); }
+  static ivec weight(const bf16* w, int s) { return load_pairs(w + s); }
+  static vec add(vec sum, ivec x, ivec w) { return dot(sum, x, w); }
 };
 #endif
 
@@ -114,14 +114,10 @@ inline void dots(const Input<T>* x, int64_t x_row, const W* const* w, int64_t in
     for (int s = 0; s < STRIP; s += P::STEP) {
       decltype(P::input(x, 0)) a[R];
 #pragma GCC unroll 6
-      for (int r = 0; r < R; r++) {
-        a[r] = P::input(x + r * x_row + i, s);
-        asm("" : "+v"(a[r]));  // keep it in a register: operands in memory would be loaded for each product
-      }
+      for (int r = 0; r < R; r++) a[r] = hold(P::input(x + r * x_row + i, s));
 #pragma GCC unroll 4
       for (int n = 0; n < N; n++) {
-        auto y = P::weight(w[n] + i, s);
-        asm("" : "+v"(y));
+        auto y = hold(P::weight(w[n] + i, s));
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) acc[r][n] = P::add(acc[r][n], a[r], y);
       }
@@ -228,6 +224,15 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
   bool copies = norm || padded != in || !std::is_same<T, In>::value;
   In* prepared = copies ? buffer.reserve(rows * padded) : nullptr;
   int64_t height = std::max<int64_t>(M, ROWS_BYTES / (padded * sizeof(In)) / M * M);
+#if HAS_AMX && REGISTER == 16
+  // AMX multiplies a few rows at once; the caller has PyTorch multiply more
+  bool uses_tiles = std::is_same<T, bf16>::value && rows <= AMX_ROWS && in % 32 == 0 && has_amx();
+  static thread_local Buffer<bf16> tiles_buffer;
+  bf16* tiles = uses_tiles ? tiles_buffer.reserve(amx_packed_size(rows, in)) : nullptr;
+  if (uses_tiles) height = AMX_ROWS;
+#else
+  constexpr bool uses_tiles = false;
+#endif
   int64_t blocks = (rows + height - 1) / height, items = blocks * chunks;
   height = (rows + blocks - 1) / blocks;
   int64_t share = std::max<int64_t>(1, items / (8 * threads));
@@ -243,6 +248,13 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
       }
     }
     const In* from = copies ? prepared : (const In*)x;
+#if HAS_AMX && REGISTER == 16
+    if (uses_tiles) {
+      enter_amx();
+#pragma omp single
+      amx_pack((const bf16*)from, padded, rows, in, tiles);
+    }
+#endif
     static thread_local Buffer<float> sums_buffer, gate_buffer;
     float* tile = sums_buffer.reserve(height * CHUNK);
     float* gate = mode == PLAIN ? nullptr : gate_buffer.reserve(height * CHUNK);
@@ -259,7 +271,12 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
       int64_t f0 = chunk * CHUNK;
       int width = std::min<int64_t>(CHUNK, parts[p].features - f0);
       auto compute = [&](const Part& part, float* to) {
-        product<T>(height_now, from + r0 * padded, padded, (const T*)part.weight + f0 * in, width, in, to);
+        const T* weight = (const T*)part.weight + f0 * in;
+#if HAS_AMX && REGISTER == 16
+        if (uses_tiles && width >= 16) amx_product(tiles, rows, in, (const bf16*)weight, in, width, to, CHUNK);
+        else
+#endif
+          product<T>(height_now, from + r0 * padded, padded, weight, width, in, to);
         const T* bias = (const T*)part.bias;
         for (int r = 0; bias && r < height_now; r++)
           for (int n = 0; n < width; n++) to[r * CHUNK + n] += to_float(bias[f0 + n]);
@@ -282,6 +299,7 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
         for (int n = 0; n < width; n++) from_float(sums[n], out[at + n]);
       }
     }
+    if (uses_tiles) leave_amx();
   }
 }
 
