@@ -46,7 +46,7 @@ def product(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rows", [2, 15, 16, 17, 32, 33, 48, 49, 64])
-@pytest.mark.parametrize(("inputs", "features"), [(32, 16), (96, 40), (576, 72)])
+@pytest.mark.parametrize(("inputs", "features"), [(32, 16), (32, 17), (96, 40), (96, 63), (576, 72)])
 def test_the_product_equals_a_plain_one(product, rows, inputs, features):
     noise = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(n, inputs + 32, generator=noise).bfloat16()[:, :inputs] for n in (rows, features))

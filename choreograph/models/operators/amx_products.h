@@ -62,8 +62,9 @@ inline void amx_block(const bf16* packed, int rows, int64_t inputs, const bf16* 
 
 inline void amx_product(const bf16* packed, int rows, int64_t inputs, const bf16* weight, int64_t row,
                         int64_t features, float* out, int64_t out_row) {
-  for (int64_t f = 0; f < features; f += 32) {
-    int64_t left = features - f, at = left < 16 ? features - 16 : f;  // the last 16 may overlap the ones before
+  for (int64_t f = 0, left; f < features; f += left < 32 ? 16 : 32) {
+    left = features - f;
+    int64_t at = left < 16 ? features - 16 : f;  // the last 16 may overlap the ones before
     const bf16* w = weight + at * row;
     const char* ahead = left > 32 ? (const char*)(w + 32 * row) : nullptr;
     for (int m = 0; m < rows; m += 32) {

@@ -60,15 +60,23 @@ def load_kernels(dtype: torch.dtype) -> Kernels:
     """
     if dtype not in DTYPES:
         raise BackendUnavailableError(f"type {dtype} is not float32 or bfloat16")
+    try:
+        return kernels_of(build(user_cache_path("choreograph") / "native"), dtype)
+    except OSError as exc:
+        raise BackendUnavailableError(str(exc)) from None
+
+
+def build(folder: Path, *extra_flags: str) -> Path:
+    """Compile the library into `folder`, if missing; return its path."""
     attention = Path(cpp_backend.__file__).parent
     own = [Path(__file__).with_name(name) for name in ("operators.cpp", "amx_products.h")]
     sources = [*own, attention / "cpp_amx.h", attention / "cpp_vector.h"]
-    folder = user_cache_path("choreograph") / "native"
-    try:
-        library = ctypes.CDLL(str(compile_library("operators", sources, (f"-I{attention}",), folder)))
-    except OSError as exc:
-        raise BackendUnavailableError(str(exc)) from None
-    functions = []
+    return compile_library("operators", sources, (f"-I{attention}", *extra_flags), folder)
+
+
+def kernels_of(path: Path, dtype: torch.dtype) -> Kernels:
+    """Return the functions of a library for one dtype."""
+    library, functions = ctypes.CDLL(str(path)), []
     for name, argtypes in _ARGUMENTS.items():
         function = library[f"choreograph_{name}_{DTYPES[dtype]}"]
         function.argtypes, function.restype = argtypes, None

@@ -1,0 +1,208 @@
+"""Operators of decoder layers are the model's own modules, for every family, number of tokens and instruction set."""
+
+import copy
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_models
+from helpers.hypothesis_profile import many
+from helpers.inspect_engine import inspect
+from helpers.model_configs import CONFIGS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import gelu, linear, rms_norm, silu
+from transformers import AutoModelForCausalLM
+
+from choreograph import Engine, EngineConfig, SamplingParams
+from choreograph.models.hf_model import HFModel
+from choreograph.models.operators import library
+from choreograph.models.operators.decoder_layer import FAMILIES
+from choreograph.models.operators.library import GELU, PLAIN, SILU, LinearOperator, NormOperator
+from choreograph.models.operators.model_operators import ModelOperators, TokenMixer, create_operators
+
+COVERED = [name for name, config in CONFIGS.items() if config.get_text_config().model_type in FAMILIES]
+DTYPES = (torch.float32, torch.bfloat16)
+EMULATED = ("-include", str(Path(__file__).parents[1] / "helpers" / "amx_emulation.h"), "-Wno-psabi")
+BUILDS = {
+    "8 lanes": ("-DREGISTER=8",),
+    "16 lanes": ("-DREGISTER=16", "-U__AVX512BF16__", "-Wno-psabi"),
+    "AMX": EMULATED,
+}
+
+
+def random_model(name, dtype=torch.float32):
+    """A tiny model whose norms and biases are random too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+class Norm(nn.Module):
+    """An RMS norm with its eps under the name that Llama gives it."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width).to(dtype))
+
+
+def expected_linear(x, layers, norm, adds_one, mode):
+    """The operator's result in float64, from inputs rounded as it rounds them."""
+    if norm is not None:
+        unit = rms_norm(x.float(), x.shape[-1:], eps=1e-5)
+        weight = norm.weight.float()
+        x = (unit * (1 + weight)).to(x.dtype) if adds_one else unit.to(x.dtype) * norm.weight
+    parts = [
+        linear(x.double(), part.weight.double(), None if part.bias is None else part.bias.double()) for part in layers
+    ]
+    if mode == PLAIN:
+        return torch.cat(parts, -1)
+    first, second = torch.cat(parts, -1).chunk(2, -1)
+    return (silu(first) if mode == SILU else gelu(first, approximate="tanh")) * second
+
+
+@st.composite
+def products(draw):
+    mode = draw(st.sampled_from([PLAIN, PLAIN, SILU, GELU]))
+    count = draw(st.integers(1, 3)) if mode == PLAIN else 2
+    features = [draw(st.integers(1, 150)) for _ in range(count)]
+    if mode != PLAIN:
+        features = [features[0]] * 2
+        if draw(st.booleans()):
+            features = [2 * features[0]]  # a joint projection
+    return {
+        "features": features,
+        "mode": mode,
+        "inputs": draw(st.sampled_from([1, 16, 32, 33, 64, 100, 192])),
+        "rows": draw(st.sampled_from([1, 2, 5, 6, 13, 40, 64, 65, 130])),
+        "has_bias": draw(st.booleans()),
+        "norm": draw(st.sampled_from([None, False, True])),
+        "has_residual": mode == PLAIN and draw(st.booleans()),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+def check_product(case, dtype, kernels=None):
+    torch.manual_seed(case["seed"])
+    inputs, scale = case["inputs"], case["inputs"] ** -0.5
+    layers = [nn.Linear(inputs, count, bias=case["has_bias"]).to(dtype) for count in case["features"]]
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=scale)
+    x = torch.randn(1, case["rows"], inputs).to(dtype)
+    norm = None if case["norm"] is None else Norm(inputs, dtype)
+    operator = LinearOperator(layers, norm and NormOperator(norm, 1e-5, case["norm"]), case["mode"])
+    if kernels is not None:
+        operator._kernels, operator._has_limit = kernels, False
+    with torch.no_grad():
+        expected = expected_linear(x, layers, norm, case["norm"], case["mode"])
+        residual = torch.randn_like(expected).to(dtype) if case["has_residual"] else None
+        result = operator(x, residual)
+    expected = expected if residual is None else expected + residual.double()
+    assert result.dtype == dtype and result.shape == expected.shape
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=many(200), deadline=None)
+@given(case=products())
+def test_a_linear_operator_is_a_norm_products_and_what_follows(case, dtype):
+    check_product(case, dtype)
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def built(request, tmp_path_factory):
+    """The library for another processor than this one."""
+    return library.build(tmp_path_factory.mktemp("operators"), "-O1", *BUILDS[request.param])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=many(60), deadline=None)
+@given(case=products())
+def test_the_operator_is_the_same_for_every_instruction_set(built, case, dtype):
+    check_product(case, dtype, library.kernels_of(built, dtype))
+
+
+def test_a_token_does_not_depend_on_the_others_of_its_step(built):
+    """On every instruction set, as far as kernels of our own multiply: bit for bit."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(96, 70, bias=False).bfloat16(), nn.Linear(96, 33, bias=False).bfloat16()]
+    operator = LinearOperator(layers)
+    operator._kernels, operator._has_limit = library.kernels_of(built, torch.bfloat16), False
+    x = torch.randn(64, 96).bfloat16()
+    whole = operator(x)
+    for rows in (1, 2, 6, 17, 40):
+        assert torch.equal(operator(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", COVERED)
+def test_the_operators_of_a_family_are_its_modules(name, dtype, caplog):
+    hf_model = HFModel(random_model(name, dtype), max_positions=128)
+    operators = create_operators(hf_model)  # compares them
+    assert operators is not None and not caplog.records
+    tokens, positions = list(range(30)), list(range(3, 33))
+    with torch.no_grad(), hf_model.attention_hook():
+        expected = hf_model.logits(tokens, positions, TokenMixer(), [0, 17, 29])
+        with operators.applied():
+            result = hf_model.logits(tokens, positions, TokenMixer(), [0, 17, 29])
+    if dtype == torch.float32:
+        torch.testing.assert_close(result.log_softmax(-1), expected.log_softmax(-1), atol=1e-5, rtol=1e-5)
+    assert not any("forward" in vars(module) for module in hf_model.model.modules())
+
+
+def test_a_layer_that_computes_something_else_keeps_its_own_path(caplog):
+    model = tiny_models.build()
+    mlp = model.model.layers[1].mlp
+    own, mlp.forward = mlp.forward, lambda x: own(x) * 1.5
+    with caplog.at_level(logging.WARNING, "choreograph"):
+        engine = Engine.from_pretrained(model)
+    assert inspect(engine).hf_model.operators is None
+    assert len(caplog.records) == 1 and "computes something else" in caplog.text
+
+
+def test_a_layer_with_other_parts_keeps_its_own_path(caplog):
+    model = tiny_models.build()
+    model.model.layers[0].mlp.gate_norm = nn.LayerNorm(4)
+    with caplog.at_level(logging.WARNING, "choreograph"):
+        assert create_operators(HFModel(model)) is None
+    assert len(caplog.records) == 1 and "gate_norm" in caplog.text
+
+
+def test_other_backends_leave_all_to_pytorch():
+    for backend, has_operators in (("auto", True), ("native", True), ("sdpa", False), ("reference", False)):
+        engine = Engine.from_pretrained(tiny_models.build(), config=EngineConfig(backend=backend))
+        assert (inspect(engine).hf_model.operators is not None) == has_operators
+
+
+def test_weights_that_move_are_read_where_they_are():
+    model = tiny_models.build()
+    other = copy.deepcopy(model)
+    engine = Engine.from_pretrained(model)
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+
+    def answer(engine):
+        with engine.session() as session:
+            return session.decode([1, 2, 3], sampling=greedy).output_token_ids
+
+    first = answer(engine)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert answer(engine) == first
+    for parameter in (*model.parameters(), *other.parameters()):
+        parameter.data = parameter.data.flip(0).contiguous()
+    engine.clear_cache()
+    assert answer(engine) == answer(Engine.from_pretrained(other, config=EngineConfig(backend="sdpa")))
+
+
+def test_operators_of_4_bit_layers_are_their_modules():
+    torch.manual_seed(0)
+    hf_model = HFModel(tiny_models.build(intermediate=64).bfloat16())
+    hf_model.quantize("int4")
+    assert isinstance(create_operators(hf_model), ModelOperators) or not library.cpp_backend.has_avx2()
