@@ -3,10 +3,10 @@
 //
 // Stored keys are not modified: to read a range at another position, the queries are rotated by -shift.
 // A tile of slots is read once for all readers of the range, so a context shared by many requests is read once. Queries
-// are in lanes of vector registers (cpp_tiles.h), and blocks of them skip what none of them sees; few queries have code of
-// their own. Work is split by block of query rows, KV head and KV split (consecutive tiles). Rows of a decode step read
-// little per tile and are bound by memory: they are split by tiles alone, so that the rows of all KV heads are read in
-// the order of memory, the next ones while a tile is computed with.
+// are in lanes of vector registers (cpp_tiles.h), and blocks of them skip what none of them sees; few queries have code
+// of their own. Work is split by block of query rows, KV head and KV split (consecutive tiles). Rows of a decode step
+// read little per tile and are bound by memory: they are split by tiles alone, so that the rows of all KV heads are read
+// in the order of memory, the next ones while a tile is computed with.
 // KV splits are merged by their log-sum-exp. Scores are in base 2.
 
 #include "cpp_tiles.h"
