@@ -87,14 +87,21 @@ def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) 
 
 
 @cache
-def load_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> "CppBackend":
+def load_kernel(
+    head_dim: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+) -> "CppBackend":
     """Load the kernel for a head dimension and dtype; build if missing.
+
+    Args:
+        kv_dtype: of stored keys and values, `dtype` or int8; None for `dtype`.
 
     Raises:
         BackendUnavailableError: if the arguments are not supported, or it cannot be built or loaded.
     """
     if reason := unsupported_reason(head_dim, dtype, device):
         raise BackendUnavailableError(reason)
+    if kv_dtype == torch.int8:
+        raise BackendUnavailableError("TODO int8")
     try:
         library = ctypes.CDLL(str(build(head_dim, dtype, user_cache_path("choreograph") / "native")))
     except OSError as exc:  # a cache folder that cannot be written, a library that cannot be loaded
