@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..config import BACKENDS
-from . import cpp_backend, int8_rows, reference, torch_sdpa
+from . import cpp_backend, reference, torch_sdpa
+from .int8_rows import StoredRows, encode
 from .metadata import AttentionCall, AttentionMetadata, AttentionSpec
 
 
@@ -34,13 +35,12 @@ def write(
     slots: Int[Tensor, "N"],
     key: Float[Tensor, "G N D"],
     value: Float[Tensor, "G N D"],
-    keys: Float[Tensor, "S G D"],
-    values: Float[Tensor, "S G D"],
+    keys: StoredRows,
+    values: StoredRows,
 ) -> None:
     """Write the keys and values of the batch into their slots."""
-    encode = int8_rows.encode if keys.dtype == torch.int8 else lambda rows: rows
-    keys[slots] = encode(key.transpose(0, 1))
-    values[slots] = encode(value.transpose(0, 1))
+    key, value = key.transpose(0, 1), value.transpose(0, 1)
+    keys[slots], values[slots] = (encode(key), encode(value)) if keys.dtype == torch.int8 else (key, value)
 
 
 def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -131,7 +131,7 @@ class ForwardContext:
     """Inputs of the attention layers for one forward pass."""
 
     metadata: AttentionMetadata  # of all layers not in `layer_metadata`
-    keys: list[Tensor]  # per layer (S, G, D), the pool's tensors, or rows of `int8_rows`
+    keys: list[Tensor]  # per layer, the pool's tensors; see `StoredRows`
     values: list[Tensor]  # likewise
     specs: Sequence[AttentionSpec]  # per layer
     backend: Backend

@@ -15,7 +15,11 @@ MAX_STEPS = 127
 MIN_MAGNITUDE = 1e-30  # rows of smaller numbers become zeros
 
 
-def encode(x: Float[Tensor, "*rows D"]) -> Int8[Tensor, "*rows D+4"]:
+# keys or values of all slots, as numbers or encoded: W = D + 4
+StoredRows = Float[Tensor, "S G D"] | Int8[Tensor, "S G W"]
+
+
+def encode(x: Float[Tensor, "*rows D"]) -> Int8[Tensor, "*rows W"]:
     """Round rows to multiples of 1/127 of their largest magnitude, half to even.
 
     D must be a multiple of 4. The error is at most half a step. A row with infinity or NaN decodes to NaN.
@@ -25,7 +29,7 @@ def encode(x: Float[Tensor, "*rows D"]) -> Int8[Tensor, "*rows D+4"]:
     return torch.cat([(x / scales).round().to(torch.int8), scales.view(torch.int8)], dim=-1)
 
 
-def decode(rows: Int8[Tensor, "*rows D+4"]) -> Float[Tensor, "*rows D"]:
+def decode(rows: Int8[Tensor, "*rows W"]) -> Float[Tensor, "*rows D"]:
     """Return the float32 numbers of encoded rows."""
     return rows[..., :-SCALE_BYTES] * rows[..., -SCALE_BYTES:].view(torch.float32)
 

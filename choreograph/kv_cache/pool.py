@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from ..attention.int8_rows import StoredRows
 from ..errors import CacheFullError
 
 
@@ -167,14 +168,14 @@ def consecutive_runs(pages: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-LayerKeyValues = tuple[Float[Tensor, "T G D"], Float[Tensor, "T G D"]]  # keys and values of T tokens in one layer
+LayerKeyValues = tuple[Shaped[Tensor, "T G D"], Shaped[Tensor, "T G D"]]  # keys and values of T tokens in one layer
 
 
 class KVPool:
     """Paged KV cache: a main pool and an optional partial-layer pool.
 
-    `keys[l]` and `values[l]` are (S, G, D) tensors of layer l, or rows of `attention.int8_rows` in int8;
-    `hidden[l]` is the (S, E) input of layer l where it is cached. Page 0 is the null page: padding tokens write to it, and it is never
+    `keys[l]` and `values[l]` are the `StoredRows` of layer l, `hidden[l]` is the (S, E) input of layer
+    l where it is cached. Page 0 is the null page: padding tokens write to it, and it is never
     allocated. Pages after the main pool exist only in `partial_layers`.
 
     Args:
@@ -202,12 +203,12 @@ class KVPool:
         self.poison_freed_pages = poison_freed_pages
         self._pinned = pinned
 
-        def empty(heads: int, width: int) -> Float[Tensor, "S G D"]:
+        def empty(heads: int, width: int) -> StoredRows:
             shape = ((pages + 1) * page_size, heads, width)
             return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
 
-        self.keys: list[Float[Tensor, "S G D"]] = [empty(*heads_and_width) for heads_and_width in layers]
-        self.values: list[Float[Tensor, "S G D"]] = [empty(*heads_and_width) for heads_and_width in layers]
+        self.keys: list[StoredRows] = [empty(*heads_and_width) for heads_and_width in layers]
+        self.values: list[StoredRows] = [empty(*heads_and_width) for heads_and_width in layers]
         self.hidden: dict[int, Float[Tensor, "S E"]] = {}
         self.partial_layers: frozenset[int] = frozenset()
         self._main, self._partial = PageAllocator(1, pages), PageAllocator(pages + 1, 0)
@@ -257,7 +258,7 @@ class KVPool:
         self.partial_layers = partial_layers  # only after their memory is allocated
         self._partial.grow(num_new)
 
-    def _reallocated(self, tensor: Float[Tensor, "S G D"], slots: int) -> Float[Tensor, "R G D"]:
+    def _reallocated(self, tensor: Shaped[Tensor, "S G D"], slots: int) -> Shaped[Tensor, "R G D"]:
         """Return a copy with `slots` slots.
 
         Only allocated pages are copied: memory of untouched pages is not committed until written.
