@@ -21,7 +21,7 @@ def test_the_wheel_runs_without_the_tree(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         held = archive.namelist()
         archive.extractall(tmp_path / "site")
-    for name in ("cpp_kernel.cpp", "cpp_tiles.h", "cpp_vector.h"):
+    for name in ("cpp_kernel.cpp", "cpp_tiles.h", "cpp_amx.h", "cpp_vector.h"):
         assert f"choreograph/attention/{name}" in held
     assert "choreograph/py.typed" in held
     assert not [name for name in held if name.startswith(("tests", "benchmarks", "examples"))]

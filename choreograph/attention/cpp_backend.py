@@ -179,7 +179,7 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
 
 def build(head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str) -> Path:
     """Compile the kernel library into `folder`, if missing; return its path."""
-    sources = [Path(__file__).with_name(name) for name in ("cpp_kernel.cpp", "cpp_tiles.h", "cpp_vector.h")]
+    sources = [Path(__file__).with_name(name) for name in ("cpp_kernel.cpp", "cpp_tiles.h", "cpp_amx.h", "cpp_vector.h")]
     flags = (f"-DWIDTH={head_dim}", f"-DELEMENT={C_TYPES[dtype]}", *extra_flags)
     return compile_library("attend", sources, flags, folder)
 

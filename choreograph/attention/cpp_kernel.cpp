@@ -23,84 +23,93 @@ struct Shape {
 struct Rotation { const float *cos, *sin; int half, interleaved; };
 struct Reader { int32_t row0, row1, shift, limit, step, position; };
 
+// Queries in lanes that read a range: of each, from <= slot < to; of `all`, every slot from all_from to all_to.
+struct Span { int from, to, all_from, all_to; };
+
 // D: head dimension. V = D / LANES vectors per head.
 template <class T, int D>
 struct Kernel {
+  using E = std::conditional_t<DOTS<T>, bf16, float>;         // of operands
+  using Packed = std::conditional_t<DOTS<T>, uint32_t, float>;  // of queries and weights in lanes; pairs for dot products
   static constexpr int V = D / LANES, TILE = DOTS<T> ? 128 : 64;
-  static constexpr int FEW = 6;  // queries up to which packing a tile does not pay
+  static constexpr int FEW = 6;                         // queries up to which queries in lanes do not pay
+  static constexpr int DEPTH = DOTS<T> ? (D + 31) / 32 * 32 : D;  // of score products, padded with zeros
+  static constexpr int INNER = DOTS<T> ? DEPTH / 2 : D;           // the same in elements of Packed
+  static constexpr int STEP = DOTS<T> ? UNIT : 8;                 // keys per product: a multiple
+  static constexpr int W = COLUMNS * LANES;                       // queries in lanes per product
 
-  // s[m][j] = query m . key j, with keys transposed to (D, TILE)
-  template <int M>
-  static void scores_wide(const float* q, const float* kt, float* s) {
-    for (int j = 0; j < TILE; j += SIDE * LANES) {
-      vec acc[M][SIDE] = {};
-      for (int d = 0; d < D; d++) {
-        vec k[SIDE];
-        for (int c = 0; c < SIDE; c++) k[c] = load(kt + d * TILE + j + c * LANES);
-        for (int m = 0; m < M; m++) {
-          vec x = splat(q[m * D + d]);
-          for (int c = 0; c < SIDE; c++) acc[m][c] += x * k[c];
-        }
-      }
-      for (int m = 0; m < M; m++)
-        for (int c = 0; c < SIDE; c++) store(s + m * TILE + j + c * LANES, acc[m][c]);
-    }
-  }
-
-  // The same for few queries, directly from the stored keys, LANES keys at a time. LANES
-  // partial products are summed across lanes together, so the keys need no transposition.
-  static void scores_few(const float* q, int m, const T* keys, int64_t stride, int n, float* s) {
+  // Few queries read a tile as it is stored, LANES keys at a time: s[a][j] = query a . key j.
+  static void few_scores(const E* q, int count, const T* keys, int64_t stride, int n, float* s, Ahead<T, D>& next) {
     for (int j = 0; j < n; j += LANES) {
-      int count = std::min(LANES, n - j);
-      for (int a = 0; a < m; a++) {
+      next.advance(LANES);
+      for (int a = 0; a < count; a++) {
         vec part[LANES];
-        for (int r = 0; r < LANES; r++) {
-          const T* k = keys + (j + std::min(r, count - 1)) * stride;
-          part[r] = load(q + a * D) * widen(k);
-          for (int i = 1; i < V; i++) part[r] += load(q + a * D + i * LANES) * widen(k + i * LANES);
-        }
-        transpose(part);
-        for (int w = LANES / 2; w; w /= 2) for (int r = 0; r < w; r++) part[r] += part[r + w];
-        store(s + a * TILE + j, part[0]);
+        for (int r = 0; r < LANES; r++) part[r] = products(q + a * D, keys + std::min(j + r, n - 1) * stride);
+        store(s + a * TILE + j, sum_rows(part));
       }
     }
   }
+  static vec products(const float* q, const T* k) {  // of which the lanes' sum is q . k
+    vec sum = load(q) * widen(k);
+    for (int i = 1; i < V; i++) sum += load(q + i * LANES) * widen(k + i * LANES);
+    return sum;
+  }
+#if HAS_DOTS
+  static vec products(const bf16* q, const bf16* k) {
+    vec sum{};
+    for (int c = 0; c + 2 * LANES <= D; c += 2 * LANES) sum = dot(sum, load_pairs(q + c), load_pairs(k + c));
+    if constexpr (D % (2 * LANES)) sum += widen(q + D - LANES) * widen(k + D - LANES);
+    return sum;
+  }
+#endif
 
-  // out[m] += p[m] @ values (n, D), up to SIDE registers of a value at once
+  // out[a] += p[a] @ values (n, D), up to SIDE registers of a value at once.
   template <int M>
-  static void mix(const float* p, const float* values, int64_t stride, int n, float* out) {
-    constexpr int REST = V % SIDE;
-    for (int i = 0; i + SIDE <= V; i += SIDE) mix_some<M, SIDE>(p, values + i * LANES, stride, n, out + i * LANES);
-    if constexpr (REST) mix_some<M, REST>(p, values + (V - REST) * LANES, stride, n, out + (V - REST) * LANES);
+  static void few_mix(const E* p, const T* values, int64_t stride, int n, float* out, Ahead<T, D>& next) {
+    constexpr int REST = V % SIDE, DONE = D - REST * LANES;
+    for (int d = 0; d < DONE; d += SIDE * LANES) mix_columns<M, SIDE>(p, values + d, stride, n, out + d, next);
+    if constexpr (REST) mix_columns<M, REST>(p, values + DONE, stride, n, out + DONE, next);
   }
   template <int M, int C>
-  static void mix_some(const float* p, const float* values, int64_t stride, int n, float* out) {
-    vec acc[M][C];
-    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) acc[m][c] = load(out + m * D + c * LANES);
-    for (int j = 0; j < n; j++) {
-      vec v[C];
-      for (int c = 0; c < C; c++) v[c] = load(values + j * stride + c * LANES);
-      for (int m = 0; m < M; m++) {
-        vec x = splat(p[m * TILE + j]);
-        for (int c = 0; c < C; c++) acc[m][c] += x * v[c];
+  static void mix_columns(const E* p, const T* values, int64_t stride, int n, float* out, Ahead<T, D>& next) {
+    vec sum[M][C];
+    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) sum[m][c] = load(out + m * D + c * LANES);
+    for (int j = 0; j < n; j += DOTS<T> ? 2 : 1) {
+      if (j % LANES == 0) next.advance(LANES);
+      const T* row = values + j * stride;
+#if HAS_DOTS
+      if constexpr (DOTS<T>) {
+        ivec v[C];
+        for (int c = 0; c < C; c++) v[c] = pairs_of_rows(row + c * LANES, stride, n - j);
+        for (int m = 0; m < M; m++)
+          for (int c = 0; c < C; c++) sum[m][c] = dot(sum[m][c], splat_pair(p + m * TILE + j), v[c]);
+        continue;
       }
+#endif
+      vec v[C];
+      for (int c = 0; c < C; c++) v[c] = widen(row + c * LANES);
+      for (int m = 0; m < M; m++)
+        for (int c = 0; c < C; c++) sum[m][c] += splat(to_float(p[m * TILE + j])) * v[c];
     }
-    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) store(out + m * D + c * LANES, acc[m][c]);
+    for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) store(out + m * D + c * LANES, sum[m][c]);
   }
 
-  // Online softmax step: scores of visible slots [from, to) -> weights; updates running maximum and sum.
-  static void softmax_step(float* s, int from, int to, int padded, float& top, float& norm, float* out) {
-    int end = (padded + LANES - 1) / LANES * LANES;
-    if (from >= to) { std::fill(s, s + end, 0.0f); return; }
+  static vec exponential(vec x) { return sizeof(T) < sizeof(float) ? exp2_short(x) : exp2_fast(x); }
+
+  // Online softmax step of one query: scores of visible slots [from, to) -> weights p; updates its maximum and sum.
+  static void few_softmax(float* s, int from, int to, int n, float factor, float& top, float& norm, float* out, E* p) {
+    int end = (n + LANES - 1) / LANES * LANES;
+    if (from >= to) { std::fill(p, p + end, E{}); return; }
     std::fill(s, s + from, -INFINITY);
     std::fill(s + to, s + end, -INFINITY);
-    vec most = splat(top), sum{};
+    vec most = splat(-INFINITY), sum{};
     for (int j = 0; j < end; j += LANES) most = larger(most, load(s + j));
-    float best = top, total = 0;
-    for (int i = 0; i < LANES; i++) best = std::max(best, most[i]);
+    float best = most[0], total = 0;
+    for (int i = 1; i < LANES; i++) best = std::max(best, most[i]);
+    best = std::max(top, best * factor);
     for (int j = 0; j < end; j += LANES) {
-      vec x = exp2_fast(load(s + j) - best);
-      store(s + j, x);
+      vec x = exponential(load(s + j) * factor - best);
+      store(p + j, x);
       sum += x;
     }
     for (int i = 0; i < LANES; i++) total += sum[i];
@@ -124,15 +133,46 @@ struct Kernel {
     }
   }
 
-  // Of all KV heads of an item. query: scaled. plain: as they came. turned and turned_plain: rotated for the readers of
-  // a range.
+  // Of all KV heads of an item. query: as it came, or scaled in float32; turned: rotated for the readers of a range.
+  // In lanes, of each head: sums^T in blocks (D, W) of queries, their maxima and norms, and queries^T (INNER, W).
   struct Work {
     std::vector<Tile> tiles;
-    std::vector<float> query, turned, keys, values, scores;
-#if HAS_DOTS
-    std::vector<bf16> plain, turned_plain;
-    PackedTile<D, TILE> tile;
-#endif
+    std::vector<E> query, turned, keys, values, few_weights;
+    std::vector<Packed> laid, weights;
+    std::vector<float> scores, sums, top, norm;
+    std::vector<int> from, to;  // of each query of a head, in slots of a range
+    std::vector<float> distance;  // the range's position minus the query's
+    std::vector<Span> spans;    // of each block of W queries
+    bool is_wide = false, is_plain = false;  // whether sums are used, and whether `laid` has no query turned
+
+    Work(int queries, int heads) : query((int64_t)queries * heads * D), turned(query.size()) {
+      scores.resize(std::max(W, WIDE) * TILE);
+      few_weights.resize(DOTS<T> ? WIDE * TILE : 0);
+    }
+    void widen(int queries, int heads) {  // makes room for queries in lanes
+      int64_t padded = (queries + LANES - 1) / LANES * LANES;
+      if (keys.empty()) keys.resize(TILE * DEPTH), values.resize(TILE * D), weights.resize(DOTS<T> ? TILE / 2 * W : 0);
+      laid.resize(heads * padded * INNER);
+      sums.assign(heads * padded * D, 0.0f);
+      top.assign(heads * padded, -INFINITY);
+      norm.assign(heads * padded, 0.0f);
+      from.resize(padded);
+      to.resize(padded);
+      distance.resize(padded);
+      spans.resize((padded + W - 1) / W);
+      is_wide = true;
+      is_plain = false;
+    }
+  };
+
+  // Values of ranges that many queries read, packed once for all of them: (groups, units, D, UNIT).
+  struct Values {
+    const E* at;               // null: none
+    const int64_t* first;      // unit of each range, or -1
+    int64_t units;
+    const E* of(int segment, int t, int g) const {
+      return at && first[segment] >= 0 ? at + (g * units + first[segment] + t / UNIT) * UNIT * D : nullptr;
+    }
   };
 
   static int seen(const Reader& r, int row) { return r.limit + r.step * (row - r.row0); }
@@ -149,13 +189,10 @@ struct Kernel {
     return x;
   }
 
-  // Applies soft cap and ALiBi to the scores of slots t <= j < t + n of a range.
-  static void shape(const Shape& s, const Reader& r, int row, int head, int t, int n, float* x) {
-    if (s.cap) for (int j = 0; j < n; j++) x[j] = s.cap * std::tanh(x[j] / s.cap);
-    if (s.slopes) {
-      int first = r.position + t - (int)s.positions[row];
-      for (int j = 0; j < n; j++) x[j] += s.slopes[head] * BASE2 * (first + j);
-    }
+  static vec cap(vec x, float cap) {  // cap * tanh(x / cap)
+    vec size = x < 0 ? -x : x, y = exp2_fast(size * (-2 * BASE2 / cap));
+    vec tanh = (1 - y) / (1 + y) * cap;
+    return x < 0 ? -tanh : tanh;
   }
 
   // Tiles of `size` slots that rows b0 <= r < b1 read: a share of about 1 / stripes of the work.
@@ -190,136 +227,257 @@ struct Kernel {
     tiles.erase(std::remove_if(tiles.begin(), tiles.end(), elsewhere), tiles.end());
   }
 
-  // Rows b0 <= r < b1 of KV heads g0 <= g < g1; acc (g1 - g0, nq, D), top and norm (g1 - g0, nq).
+  // Rows b0 <= r < b1 of KV heads g0 <= g < g1; acc (g1 - g0, nq, D), top and norm (g1 - g0, nq). `packed`: values of
+  // the ranges that have an offset, or null.
   static void item(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
                    const T* Vs, const Segment* seg, int segs, const Reader* rd, int readers, int g0, int g1, int b0,
-                   int b1, int size, int stripe, int stripes, Work& w, float* acc, float* top, float* norm) {
-    int nq = (b1 - b0) * s.share, all = (g1 - g0) * nq, turned = -1;
+                   int b1, int size, int stripe, int stripes, const Values& packed, Work& w, float* acc, float* top,
+                   float* norm) {
+    int nq = (b1 - b0) * s.share, heads = g1 - g0, all = heads * nq, prepared = -1;
     for (int m = 0; m < all; m++) {
       const T* x = q + (b0 + m % nq / s.share) * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
-#if HAS_DOTS
-      if constexpr (DOTS<T>) { memcpy(&w.plain[(int64_t)m * D], x, D * sizeof(T)); continue; }
-#endif
-      for (int d = 0; d < D; d++) w.query[(int64_t)m * D + d] = to_float(x[d]) * s.scale;
+      for (int d = 0; d < D; d++) from_float(to_float(x[d]) * (DOTS<T> ? 1.0f : s.scale), w.query[(int64_t)m * D + d]);
     }
     std::fill(acc, acc + (int64_t)all * D, 0.0f);
     std::fill(top, top + all, -INFINITY);
     std::fill(norm, norm + all, 0.0f);
+    w.is_wide = false;
     split(s, seg, segs, rd, readers, b0, b1, size, stripe, stripes, w.tiles);
-    auto rows_of = [&](size_t i) { return (int64_t)(seg[w.tiles[i].segment].lo + w.tiles[i].start) * s.slot_stride; };
-#if HAS_DOTS
-    Ahead<T, D> next(K + g0 * D, Vs + g0 * D, s.slot_stride, g1 - g0, seg, w.tiles);
-#endif
-    for (size_t i = 0; i < w.tiles.size(); i++) {
-      auto [segment, t, n, active] = w.tiles[i];
+    static const std::vector<Tile> none;
+    Ahead<T, D> next(K + g0 * D, Vs + g0 * D, s.slot_stride, heads, seg, packed.at ? none : w.tiles);
+    for (auto [segment, t, n, active] : w.tiles) {
       int first = seg[segment].first, end = segment + 1 < segs ? seg[segment + 1].first : readers;
-      if (turned != segment)
-        for (int g = g0; g < g1; g++) rotate(s, rot, rd, first, end, b0, b1, (g - g0) * nq, w);
-      turned = segment;
+      bool wide = active > FEW;
+      if (wide && !w.is_wide) w.widen(nq, heads);
+      if (prepared != segment) {
+        for (int h = 0; h < heads; h++) rotate(s, rot, rd, first, end, b0, b1, h * nq, w);
+        if (wide) lay(s, rot, rd, first, end, b0, b1, heads, w);
+        prepared = segment;
+      }
+      int64_t row = (int64_t)(seg[segment].lo + t) * s.slot_stride;
       for (int g = g0; g < g1; g++) {
-        const T *k = K + rows_of(i) + g * D, *v = Vs + rows_of(i) + g * D;
+        const T *k = K + row + g * D, *v = Vs + row + g * D;
         int64_t at = (int64_t)(g - g0) * nq;  // first query of the head
-        bool wide = active > FEW;
-#if HAS_DOTS
-        if constexpr (DOTS<T>) {
-          next.begin(n);
-          if (wide) w.tile.pack(k, v, s.slot_stride, n, next);
-          for (int e = first; e < end; e++)
-            dot_reader(s, rd[e], g, b0, b1, t, n, k, v, wide, next, at, w, acc + at * D, top + at, norm + at);
+        next.begin(n);
+        if (wide) {
+          tile(s, g, g - g0, nq, t, n, k, v, packed.of(segment, t, g), next, w);
           continue;
         }
-#endif
-        if (wide) widen_keys(k, s.slot_stride, n, w.keys.data());
-        Rows values = widen_values(v, s.slot_stride, n, w.values.data());
         for (int e = first; e < end; e++)
-          reader(s, rd[e], g, b0, b1, t, n, k, wide, values, at, w, acc + at * D, top + at, norm + at);
+          few(s, rd[e], queries(rot, rd[e], w) + at * D, g, b0, b1, t, n, k, v, next, w, acc + at * D, top + at, norm + at);
       }
     }
+    if (w.is_wide) fold(nq, heads, w, acc, top, norm);
   }
 
   // Rotates the queries of the readers of a range; `at`: first query of the KV head.
   static void rotate(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, int at,
                      Work& w) {
     for (int e = first; e < end; e++) {
+      if (!rd[e].shift || !rot.half) continue;  // read as they came
       int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
       int64_t row = (int64_t)rd[e].shift * rot.half;
-      bool is_unrotated = !rd[e].shift || !rot.half;
-#if HAS_DOTS
-      if (DOTS<T> && !rd[e].shift) continue;  // read as they came
-#endif
       for (int64_t m = at + (r0 - b0) * s.share; m < at + (r1 - b0) * s.share; m++) {
-#if HAS_DOTS
-        if constexpr (DOTS<T>) {
-          float x[D], y[D];
-          for (int d = 0; d < D; d++) x[d] = to_float(w.plain[m * D + d]);
-          if (is_unrotated) memcpy(y, x, sizeof(x));
-          else turn(x, y, rot.cos + row, rot.sin + row, rot);
-          for (int d = 0; d < D; d++) from_float(y[d], w.turned_plain[m * D + d]);
-          continue;
-        }
-#endif
-        if (is_unrotated) memcpy(&w.turned[m * D], &w.query[m * D], D * sizeof(float));
-        else turn(&w.query[m * D], &w.turned[m * D], rot.cos + row, rot.sin + row, rot);
+        float x[D], y[D];
+        for (int d = 0; d < D; d++) x[d] = to_float(w.query[m * D + d]);
+        turn(x, y, rot.cos + row, rot.sin + row, rot);
+        for (int d = 0; d < D; d++) from_float(y[d], w.turned[m * D + d]);
       }
     }
   }
+  static const E* queries(const Rotation& rot, const Reader& r, const Work& w) {
+    return r.shift && rot.half ? w.turned.data() : w.query.data();
+  }
 
+  // What queries in lanes need of a range: their own ranges, and themselves, transposed.
+  static void lay(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, int heads,
+                  Work& w) {
+    int nq = (b1 - b0) * s.share, padded = w.from.size();
+    bool plain = true;
+    std::fill(w.from.begin(), w.from.end(), 0);
+    std::fill(w.to.begin(), w.to.end(), 0);
+    std::vector<const E*> source(nq, w.query.data());
+    for (int e = first; e < end; e++)
+      for (int row = std::max(rd[e].row0, b0); row < std::min(rd[e].row1, b1); row++) {
+        Range x = range(s, rd[e], row);
+        plain &= queries(rot, rd[e], w) == w.query.data();
+        for (int m = (row - b0) * s.share; m < (row - b0 + 1) * s.share; m++) {
+          w.from[m] = x.from;
+          w.to[m] = x.to;
+          w.distance[m] = rd[e].position - (int)s.positions[row];
+          source[m] = queries(rot, rd[e], w);
+        }
+      }
+    for (int m = nq; m < padded; m++) w.from[m] = w.from[nq - 1], w.to[m] = w.to[nq - 1];
+    for (int m = 0; m < padded; m += W) {
+      Span& x = w.spans[m / W] = {INT32_MAX, 0, 0, INT32_MAX};
+      for (int i = m; i < std::min(m + W, padded); i++) {
+        if (w.from[i] < w.to[i]) x.from = std::min(x.from, w.from[i]), x.to = std::max(x.to, w.to[i]);
+        x.all_from = std::max(x.all_from, w.from[i]);
+        x.all_to = std::min(x.all_to, w.to[i]);
+      }
+    }
+    if (plain && w.is_plain) return;
+    w.is_plain = plain;
+    for (int h = 0; h < heads; h++)
+      for (int m = 0; m < padded; m += LANES) {
+        int block = m / W * W, width = std::min(W, padded - block);
+        Packed* to = &w.laid[((int64_t)h * padded + block) * INNER + m - block];
+        for (int k = 0; k < INNER; k += LANES) {
+          constexpr int SIZE = sizeof(Packed);
+          vec r[LANES] = {};
+          for (int i = 0; i < std::min(LANES, nq - m); i++)
+            memcpy(&r[i], (const char*)(source[m + i] + ((int64_t)h * nq + m + i) * D) + k * SIZE,
+                   std::min<int>(LANES * SIZE, D * sizeof(E) - k * SIZE));
+          transpose(r);
+          for (int i = 0; i < LANES; i++) store((float*)(to + (k + i) * width), r[i]);
+        }
+      }
+  }
+
+  // Keys and values of a tile as operands of products: elements from row to row, and from step to step. Both are copied,
+  // since rows whose distance is a power of two would displace one another in the first-level cache.
+  struct Operand { const E* at; int64_t row, step; };
+  static Operand key_operand(const T* k, int64_t stride, int n, Work& w) {
+    int rows = (n + STEP - 1) / STEP * STEP;
+    for (int j = 0; j < n; j++) {
+      if constexpr (DOTS<T>) memcpy(&w.keys[j * DEPTH], k + j * stride, D * sizeof(E));
+      else for (int d = 0; d < D; d += LANES) store(&w.keys[j * DEPTH + d], ::widen(k + j * stride + d));
+    }
+    std::fill(w.keys.data() + n * DEPTH, w.keys.data() + rows * DEPTH, E{});
+    return {w.keys.data(), DEPTH, DOTS<T> ? UNIT : 1};
+  }
+  static Operand value_operand(const T* v, int64_t stride, int n, const E* packed, Ahead<T, D>& next, Work& w) {
+    if constexpr (DOTS<T>) {
 #if HAS_DOTS
-  // A reader of the tile, which is packed for wide products.
-  static void dot_reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, const T* v,
-                         bool wide, Ahead<T, D>& next, int64_t at, Work& w, float* acc, float* top, float* norm) {
-    int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
-    trim(s, r, t, n, r0, r1);
-    const bf16* q = (r.shift ? w.turned_plain.data() : w.plain.data()) + at * D;
-    constexpr int BLOCK = PackedTile<D, TILE>::BLOCK;
-    int end = (r1 - b0) * s.share, block = wide ? BLOCK : WIDE, from[BLOCK], to[BLOCK];
+      if (!packed) pack_values(v, stride, n, w.values.data(), next);
+#endif
+      return {packed ? packed : w.values.data(), UNIT, UNIT * D};
+    } else {
+      for (int j = 0; j < n; j++)
+        for (int d = 0; d < D; d += LANES) store(&w.values[j * D + d], ::widen(v + j * stride + d));
+      return {w.values.data(), 1, D};
+    }
+  }
+
+  // Queries in lanes of head h of an item attend to slots t <= j < t + n of a range.
+  static void tile(const Shape& s, int g, int h, int nq, int t, int n, const T* k, const T* v, const E* packed,
+                   Ahead<T, D>& next, Work& w) {
+    int padded = w.from.size();
+    Operand keys = key_operand(k, s.slot_stride, n, w), values = value_operand(v, s.slot_stride, n, packed, next, w);
+    for (int m = 0; m < padded; m += W) {
+      int lo = std::max(w.spans[m / W].from - t, 0) / STEP * STEP, hi = std::min(w.spans[m / W].to - t, n);
+      if (lo >= hi) continue;
+      Operand some_keys = keys, some_values = values;
+      some_keys.at += lo * keys.row;
+      some_values.at += lo / (DOTS<T> ? UNIT : 1) * values.step;
+      switch (std::min(W, padded - m) / LANES) {
+        case 1: block<1>(s, g, h, m, t + lo, hi - lo, some_keys, some_values, w); break;
+        case 2: block<2>(s, g, h, m, t + lo, hi - lo, some_keys, some_values, w); break;
+        default: block<COLUMNS>(s, g, h, m, t + lo, hi - lo, some_keys, some_values, w);
+      }
+    }
+  }
+  template <int C>
+  static void block(const Shape& s, int g, int h, int m, int t, int n, Operand keys, Operand values, Work& w) {
+    int rows = (n + STEP - 1) / STEP * STEP;
+    int64_t at = (int64_t)h * w.from.size() + m;
+    float* scores = w.scores.data();
+    multiply<C>(rows, keys.at, keys.row, keys.step, &w.laid[at * INNER], INNER, nullptr, scores);
     bool is_shaped = s.cap || s.slopes;
-    for (int m = (r0 - b0) * s.share; m < end; m += block) {
-      int count = std::min(block, end - m), used = 0;
-      for (int row = b0 + m / s.share; row <= b0 + (m + count - 1) / s.share; row++)
-        used = std::max(used, std::min(range(s, r, row).to - t, n));
-      if (used <= 0) continue;
-      int exact = used;
-      used = (used + 31) / 32 * 32;
-      if (wide) w.tile.score(count, used, q + (int64_t)m * D);
-      else w.tile.score_few(count, exact, q + (int64_t)m * D, k, s.slot_stride, next);
-      for (int a = 0; a < count; a++) {
-        int row = b0 + (m + a) / s.share;
-        Range x = range(s, r, row);
-        from[a] = std::clamp(x.from - t, 0, n);
-        to[a] = std::clamp(x.to - t, 0, n);  // may be empty
-        if (is_shaped) {
-          int shaped = std::min(n, used);
-          float* scores = &w.tile.scores[a * TILE];
-          for (int j = 0; j < shaped; j++) scores[j] *= s.scale;
-          shape(s, r, row, g * s.share + (m + a) % s.share, t, shaped, scores);
-        }
+    if (is_shaped) shape_lanes<C>(s, g, m, t, n, scores, w);
+    vec keep[C];
+    if (!DOTS<T>) rows = n;
+    softmax<C>(scores, rows, m, t, DOTS<T> && !is_shaped ? s.scale : 1.0f, w, &w.top[at], &w.norm[at], keep);
+    const Packed* weights = DOTS<T> ? w.weights.data() : (const Packed*)(void*)scores;
+    multiply<C>(D, values.at, values.row, values.step, weights, DOTS<T> ? rows / 2 : rows, keep, &w.sums[at * D]);
+  }
+  template <int C>
+  static void shape_lanes(const Shape& s, int g, int m, int t, int n, float* scores, const Work& w) {
+    for (int c = 0; c < C; c++) {
+      vec slope{}, distance = load(&w.distance[m + c * LANES]) + (float)t;
+      for (int i = 0; i < LANES && s.slopes; i++) slope[i] = s.slopes[g * s.share + (m + c * LANES + i) % s.share] * BASE2;
+      for (int j = 0; j < n; j++) {
+        float* at = scores + (j * C + c) * LANES;
+        vec x = load(at) * (DOTS<T> ? s.scale : 1.0f);
+        if (s.cap) x = cap(x, s.cap);
+        store(at, x + slope * (distance + (float)j));
       }
-      float* sums = acc + (int64_t)m * D;
-      w.tile.softmax_block(count, from, to, used, is_shaped ? 1 : s.scale, top + m, norm + m, sums);
-      if (wide) w.tile.mix(count, used, sums);
-      else w.tile.mix_few(count, exact, v, s.slot_stride, sums, next);
     }
   }
-#endif
-
-  static void widen_keys(const T* k, int64_t stride, int n, float* kt) {
-    for (int j = 0; j < TILE; j += LANES)
-      for (int c = 0; c < V; c++) {
-        vec r[LANES];
-        for (int i = 0; i < LANES; i++) r[i] = j + i < n ? widen(k + (j + i) * stride + c * LANES) : vec{};
-        transpose(r);
-        for (int i = 0; i < LANES; i++) store(kt + (c * LANES + i) * TILE + j, r[i]);
+  // Online softmax step: scores of slots t <= j < t + rows, of which queries see their ranges -> weights; updates maxima
+  // and norms. keep: factors of the sums so far.
+  template <int C>
+  static void softmax(float* scores, int rows, int m, int t, float factor, Work& w, float* top, float* norm, vec* keep) {
+    ivec from[C], to[C];
+    vec most[2][C], sum[C], least[C];
+    Span span = w.spans[m / W];
+    for (int c = 0; c < C; c++) {
+      memcpy(&from[c], &w.from[m + c * LANES], sizeof(ivec));
+      memcpy(&to[c], &w.to[m + c * LANES], sizeof(ivec));
+      most[0][c] = most[1][c] = splat(-INFINITY);
+      sum[c] = vec{};
+    }
+    for (int j = 0; j < rows; j++) {
+      bool whole = t + j >= span.all_from && t + j < span.all_to;
+      for (int c = 0; c < C; c++) {
+        float* at = scores + (j * C + c) * LANES;
+        vec x = load(at);
+        if (!whole) store(at, x = (from[c] <= t + j) & (to[c] > t + j) ? x : splat(-INFINITY));
+        most[j % 2][c] = larger(most[j % 2][c], x);
       }
+    }
+    for (int c = 0; c < C; c++) {
+      vec before = load(top + c * LANES), best = larger(before, larger(most[0][c], most[1][c]) * factor);
+      least[c] = larger(best, splat(-1e30f));  // finite, also for queries that have seen nothing
+      keep[c] = exp2_fast(before - least[c]);
+      store(top + c * LANES, best);
+    }
+    if constexpr (DOTS<T>) {
+      for (int j = 0; j < rows; j += 2)
+        for (int c = 0; c < C; c++) {
+          vec x = exponential(load(scores + (j * C + c) * LANES) * factor - least[c]);
+          vec y = exponential(load(scores + ((j + 1) * C + c) * LANES) * factor - least[c]);
+          store((float*)&w.weights[(j / 2 * C + c) * LANES], (vec)to_pairs(x, y));
+          sum[c] += x + y;
+        }
+    } else {
+      for (int j = 0; j < rows; j++)
+        for (int c = 0; c < C; c++) {
+          float* at = scores + (j * C + c) * LANES;
+          vec x = exponential(load(at) - least[c]);
+          store(at, x);
+          sum[c] += x;
+        }
+    }
+    for (int c = 0; c < C; c++) store(norm + c * LANES, load(norm + c * LANES) * keep[c] + sum[c]);
   }
 
-  // Values as float32; float32 values are read in place.
-  struct Rows { const float* at; int64_t stride; };
-  static Rows widen_values(const float* v, int64_t stride, int, float*) { return {v, stride}; }
-  static Rows widen_values(const bf16* v, int64_t stride, int n, float* to) {
-    for (int j = 0; j < n; j++)
-      for (int c = 0; c < V; c++) store(to + j * D + c * LANES, widen(v + j * stride + c * LANES));
-    return {to, D};
+  // Adds the sums of queries in lanes to those by query.
+  static void fold(int nq, int heads, const Work& w, float* acc, float* top, float* norm) {
+    int64_t padded = w.from.size();
+    for (int h = 0; h < heads; h++)
+      for (int m = 0; m < nq; m += LANES) {
+        int block = m / W * W, width = std::min<int>(W, padded - block), count = std::min(LANES, nq - m);
+        float keep[LANES], add[LANES];
+        for (int i = 0; i < count; i++) {
+          int64_t lane = h * padded + m + i, query = (int64_t)h * nq + m + i;
+          float best = std::max(top[query], w.top[lane]), base = std::max(best, -1e30f);
+          keep[i] = exp2_fast(top[query] - base);
+          add[i] = exp2_fast(w.top[lane] - base);
+          norm[query] = norm[query] * keep[i] + w.norm[lane] * add[i];
+          top[query] = best;
+        }
+        for (int d = 0; d < D; d += LANES) {
+          vec r[LANES];
+          for (int i = 0; i < LANES; i++) r[i] = load(&w.sums[(h * padded + block) * D + (d + i) * width + m - block]);
+          transpose(r);
+          for (int i = 0; i < count; i++) {
+            float* to = acc + ((int64_t)h * nq + m + i) * D + d;
+            store(to, load(to) * keep[i] + r[i] * add[i]);
+          }
+        }
+      }
   }
 
   // Drops rows that see none of the slots t <= j < t + n of a range from both ends of [r0, r1).
@@ -329,46 +487,42 @@ struct Kernel {
     while (s.window && r0 < r1 && blind(r1 - 1)) r1--;
   }
 
-  static void reader(const Shape& s, const Reader& r, int g, int b0, int b1, int t, int n, const T* k, bool wide,
-                     const Rows& values, int64_t at, Work& w, float* acc, float* top, float* norm) {
+  // A reader of a tile with few queries.
+  static void few(const Shape& s, const Reader& r, const E* q, int g, int b0, int b1, int t, int n, const T* k,
+                  const T* v, Ahead<T, D>& next, Work& w, float* acc, float* top, float* norm) {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     trim(s, r, t, n, r0, r1);
     int end = (r1 - b0) * s.share;
     for (int m = (r0 - b0) * s.share; m < end; m += WIDE) {
       int count = std::min(WIDE, end - m);
-      const float* q = &w.turned[(at + m) * D];
-      float* p = w.scores.data();
-      if (wide) pick_scores(count, q, w.keys.data(), p);
-      else scores_few(q, count, k, s.slot_stride, n, p);
+      float *scores = w.scores.data(), *sums = acc + (int64_t)m * D;
+      E* p = DOTS<T> ? w.few_weights.data() : (E*)scores;
+      few_scores(q + (int64_t)m * D, count, k, s.slot_stride, n, scores, next);
       for (int a = 0; a < count; a++) {
         int row = b0 + (m + a) / s.share;
         Range x = range(s, r, row);
         int from = std::clamp(x.from - t, 0, n), to = std::clamp(x.to - t, 0, n);  // may be empty
-        if (s.cap || s.slopes) shape(s, r, row, g * s.share + (m + a) % s.share, t, n, p + a * TILE);
-        softmax_step(p + a * TILE, from, to, n, top[m + a], norm[m + a], acc + (int64_t)(m + a) * D);
+        float factor = DOTS<T> ? s.scale : 1.0f, *own = scores + a * TILE;
+        if (s.cap || s.slopes) {
+          float slope = s.slopes ? s.slopes[g * s.share + (m + a) % s.share] * BASE2 : 0;
+          int distance = r.position + t - (int)s.positions[row];
+          for (int j = 0; j < n; j += LANES) {
+            vec x = load(own + j) * factor;
+            store(own + j, s.cap ? cap(x, s.cap) : x);
+          }
+          for (int j = 0; j < n; j++) own[j] += slope * (distance + j);
+          factor = 1;
+        }
+        few_softmax(own, from, to, n, factor, top[m + a], norm[m + a], sums + a * D, p + a * TILE);
       }
-      pick_mix(count, p, values, n, acc + (int64_t)m * D);
-    }
-  }
-
-  static void pick_scores(int m, const float* q, const float* kt, float* s) {
-    switch (m) {
-      case 6: return scores_wide<6>(q, kt, s);
-      case 5: return scores_wide<5>(q, kt, s);
-      case 4: return scores_wide<4>(q, kt, s);
-      case 3: return scores_wide<3>(q, kt, s);
-      case 2: return scores_wide<2>(q, kt, s);
-      default: return scores_wide<1>(q, kt, s);
-    }
-  }
-  static void pick_mix(int m, const float* p, const Rows& v, int n, float* out) {
-    switch (m) {
-      case 6: return mix<6>(p, v.at, v.stride, n, out);
-      case 5: return mix<5>(p, v.at, v.stride, n, out);
-      case 4: return mix<4>(p, v.at, v.stride, n, out);
-      case 3: return mix<3>(p, v.at, v.stride, n, out);
-      case 2: return mix<2>(p, v.at, v.stride, n, out);
-      default: return mix<1>(p, v.at, v.stride, n, out);
+      switch (count) {
+        case 6: few_mix<6>(p, v, s.slot_stride, n, sums, next); break;
+        case 5: few_mix<5>(p, v, s.slot_stride, n, sums, next); break;
+        case 4: few_mix<4>(p, v, s.slot_stride, n, sums, next); break;
+        case 3: few_mix<3>(p, v, s.slot_stride, n, sums, next); break;
+        case 2: few_mix<2>(p, v, s.slot_stride, n, sums, next); break;
+        default: few_mix<1>(p, v, s.slot_stride, n, sums, next);
+      }
     }
   }
 
@@ -386,20 +540,37 @@ struct Kernel {
     // a few items must divide evenly; many balance themselves
     while (!decode && stripes < 8 && parts < 8 * threads && parts * stripes % threads && stripes < tiles) stripes++;
     while (!decode && parts * stripes < threads && stripes < tiles) stripes++;
+    if (!decode) size = 64;
     int items = parts * stripes, nq = std::min(block, s.rows) * s.share, all = heads * nq;
     int64_t kept = stripes > 1 ? (int64_t)items * all : 0;  // partial results, merged at the end
     std::unique_ptr<float[]> acc(new float[kept * D]), top(new float[kept]), norm(new float[kept]);
+    std::vector<int64_t> first(segs, -1);
+    std::vector<Tile> units;
+#if HAS_DOTS
+    for (int i = 0; i < segs && DOTS<T> && !decode; i++) {
+      int active = 0;
+      for (int e = seg[i].first; e < (i + 1 < segs ? seg[i + 1].first : readers); e++) active += (rd[e].row1 - rd[e].row0) * s.share;
+      if (active <= FEW) continue;
+      first[i] = units.size();
+      for (int t = 0; t < seg[i].hi - seg[i].lo; t += UNIT) units.push_back({i, t, std::min(UNIT, seg[i].hi - seg[i].lo - t), active});
+    }
+#endif
+    std::unique_ptr<E[]> packed(units.empty() ? nullptr : new E[units.size() * s.groups * UNIT * D]);
+    Values all_values{packed.get(), first.data(), (int64_t)units.size()};
 #pragma omp parallel num_threads(threads)
     {
-      Work w;
-      if (!DOTS<T>) {
-        w.query.resize(all * D); w.turned.resize(all * D); w.keys.resize(TILE * D);
-        if (sizeof(T) < sizeof(float)) w.values.resize(TILE * D);
-        w.scores.resize(WIDE * TILE);
-      }
+      Work w(nq, heads);
       std::vector<float> own(stripes > 1 ? 0 : (int64_t)all * (D + 2));
 #if HAS_DOTS
-      if (DOTS<T>) { w.plain.resize(all * D); w.turned_plain.resize(all * D); }
+      if constexpr (DOTS<T>) {
+        Ahead<T, D> next(K, Vs, 0, 0, seg, {});
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < (int64_t)units.size() * s.groups; i++) {
+          int g = i / units.size();
+          Tile x = units[i % units.size()];
+          pack_values(Vs + (int64_t)(seg[x.segment].lo + x.start) * s.slot_stride + g * D, s.slot_stride, x.n, packed.get() + i * UNIT * D, next);
+        }
+      }
 #endif
       enter_amx();
 #pragma omp for schedule(dynamic, 1)
@@ -409,8 +580,8 @@ struct Kernel {
         int64_t at = (int64_t)i * all;
         float *sums = own.data(), *most = sums + all * D, *weight = most + all;
         if (stripes > 1) sums = &acc[at * D], most = &top[at], weight = &norm[at];
-        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, g + heads, b0, b1, size, stripe, stripes, w,
-             sums, most, weight);
+        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, g + heads, b0, b1, size, stripe, stripes, all_values,
+             w, sums, most, weight);
         int count = (b1 - b0) * s.share;  // queries of a head
         for (int h = 0; h < heads && stripes == 1; h++)
           merge_rows(s, sums + (int64_t)h * count * D, most + h * count, weight + h * count, 1, all, g + h, b0, b1, out);

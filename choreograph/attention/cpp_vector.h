@@ -8,6 +8,9 @@
 #include <cstring>
 #include <memory>
 #include <vector>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -20,14 +23,31 @@ constexpr float BASE2 = 1.4426950408889634f;  // log2(e)
 constexpr int LANES = REGISTER;            // floats per vector register
 constexpr int SIDE = LANES == 16 ? 4 : 2;  // adjacent registers per accumulator row
 constexpr int WIDE = 6;  // queries per block: WIDE * SIDE accumulators and their operands fit in registers
-typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int ivec __attribute__((vector_size(LANES * 4)));
-typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2)));
+typedef unsigned uvec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 inline vec load(const float* p) { return *(const vec*)p; }
 inline void store(float* p, vec x) { *(vec*)p = x; }
 inline vec splat(float x) { return x - vec{}; }
-inline vec larger(vec a, vec b) { return a < b ? b : a; }
+inline vec larger(vec a, vec b) {  // `a` if one is NaN; GCC does not see that an instruction does this
+#if REGISTER == 16 && defined(__AVX512F__)
+  return (vec)_mm512_max_ps((__m512)b, (__m512)a);
+#elif REGISTER == 8 && defined(__AVX__)
+  return (vec)_mm256_max_ps((__m256)b, (__m256)a);
+#else
+  return a < b ? b : a;
+#endif
+}
+// Keeps an operand in a register: otherwise GCC may read it from memory again for each product.
+template <class Vector>
+inline Vector hold(Vector x) {
+#if REGISTER == 16 && defined(__AVX512F__) || REGISTER == 8 && defined(__AVX__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
 
 struct bf16 { uint16_t bits; };
 inline float to_float(float x) { return x; }
@@ -57,6 +77,42 @@ inline vec exp2_fast(vec x) {  // error at most 2 ulp for x in [-126, 0]; 0 belo
   return x < least ? vec{} : p * (vec)scale;
 }
 inline float exp2_fast(float x) { return exp2_fast(splat(x))[0]; }
+
+inline vec exp2_short(vec x) {  // error at most 3e-6 for x <= 0, at least 2^-125; NaN stays NaN
+  x = larger(x, splat(-125.0f));
+  const vec big = splat(12582912.0f);
+  vec biased = x + big, f = x - (biased - big);
+  vec p = splat(9.5701e-3f);
+  p = p * f + 5.591786e-2f;
+  p = p * f + 2.4024745e-1f;
+  p = p * f + 6.9312181e-1f;
+  p = p * f + 9.9999926e-1f;
+  return (vec)((ivec)p + ((ivec)biased << 23));  // adds to the exponent
+}
+
+// Pairs of bfloat16 in 32 bits, the first in the lower half.
+inline ivec load_pairs(const void* p) { ivec x; memcpy(&x, p, sizeof(x)); return x; }
+inline ivec splat_pair(const bf16* p) { int x; memcpy(&x, p, sizeof(x)); return ivec{} + x; }
+inline ivec round_bits(vec x) { return (ivec)x + 0x8000; }  // bfloat16 in the upper half
+inline ivec to_pairs(vec a, vec b) {
+  return (ivec)((uvec)round_bits(a) >> 16) | (round_bits(b) & -65536);
+}
+inline void store(bf16* p, vec x) { *(hvec*)p = __builtin_convertvector((uvec)round_bits(x) >> 16, hvec); }
+// LANES columns of a row and the next one, which counts as zeros if there are less than two rows, as do both if none.
+inline ivec pairs_of_rows(const bf16* p, int64_t stride, int rows) {
+  hvec a{}, b{};
+  if (rows > 0) a = *(const hvec*)p;
+  if (rows > 1) b = *(const hvec*)(p + stride);
+  return __builtin_convertvector(a, ivec) | __builtin_convertvector(b, ivec) << 16;
+}
+// sum + the dot products of pairs.
+inline vec dot(vec sum, ivec a, ivec b) {
+#ifdef __AVX512BF16__
+  return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  return sum + (vec)(a << 16) * (vec)(b << 16) + (vec)(a & -65536) * (vec)(b & -65536);
+#endif
+}
 
 // Indices of shuffles within parts of 128 bits, which are fast, and of whole parts: of two registers, the second of
 // which starts at index LANES.

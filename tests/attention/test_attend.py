@@ -99,8 +99,9 @@ def test_backends_equal_the_reference(backend, heads, groups, width, dtype, call
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-EMULATED_AMX = ("-include", str(Path(__file__).parents[1] / "helpers" / "amx_emulation.h"), "-D__AMX_BF16__")
-needs_dot_products = pytest.mark.skipif("avx512_bf16" not in native.cpu_flags(), reason="no AVX-512 bfloat16")
+# Plain C++ in place of instructions that a processor may lack.
+EMULATED_DOTS = ("-DREGISTER=16", "-DEMULATED_DOTS", "-U__AVX512BF16__", "-U__AMX_BF16__")
+EMULATED_AMX = ("-include", str(Path(__file__).parents[1] / "helpers" / "amx_emulation.h"))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +111,7 @@ needs_dot_products = pytest.mark.skipif("avx512_bf16" not in native.cpu_flags(),
         (torch.bfloat16, 80, ("-DREGISTER=8",)),
         (torch.float32, 80, ("-DREGISTER=16",)),
         (torch.bfloat16, 80, ("-DREGISTER=16", "-U__AVX512BF16__")),
-        pytest.param(torch.bfloat16, 64, EMULATED_AMX, marks=needs_dot_products),
-        pytest.param(torch.bfloat16, 80, EMULATED_AMX, marks=needs_dot_products),
+        *((torch.bfloat16, width, flags) for width in (16, 64, 80) for flags in (EMULATED_DOTS, EMULATED_AMX)),
     ],
 )
 def test_the_kernel_is_the_same_for_every_instruction_set(dtype, width, flags, tmp_path):

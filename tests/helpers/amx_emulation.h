@@ -1,5 +1,8 @@
-// AMX instructions in plain C++, for processors without them. Included before the kernel's source.
+// AMX instructions in plain C++, for processors without them. Included before the kernel's source, in which AVX-512
+// registers and dot products are emulated as well.
+#ifdef __x86_64__
 #include <immintrin.h>
+#endif
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -36,14 +39,22 @@ inline void multiply(int to, int a, int b) {
 
 }  // namespace amx_emulation
 
+#define REGISTER 16
+#define EMULATED_DOTS
+#define __AMX_BF16__ 1
+#undef __AVX512BF16__
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_loadconfig
+#undef _tile_release
 #define _tile_zero(t) memset(amx_emulation::tiles[t], 0, 1024)
 #define _tile_loadd(t, from, stride) amx_emulation::load(t, from, stride)
 #define _tile_stored(t, to, stride) amx_emulation::store(t, to, stride)
 #define _tile_dpbf16ps(to, a, b) amx_emulation::multiply(to, a, b)
 #define _tile_loadconfig(config) (amx_emulation::configured = true)
 #define _tile_release() (amx_emulation::configured = false)
+#undef SYS_arch_prctl
+#define SYS_arch_prctl 0
 #define syscall(number, code, feature) 0L
