@@ -23,7 +23,7 @@ def step(e: Engine) -> float:
 
 
 def main() -> None:
-    small, large = engine(tokens=2048, compile=False), engine(tokens=65536, compile=False)
+    small, large = engine(tokens=2048), engine(tokens=65536)
     sides = (lambda: step(large), lambda: step(small))
     interleaved(1, *sides)
     a, b = interleaved(ROUNDS, *sides)

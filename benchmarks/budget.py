@@ -65,7 +65,7 @@ def main() -> None:
     options.add_argument("--dtype", default="bfloat16")
     given = options.parse_args()
     if given.model is None:
-        engine, name = make_engine(tokens=40_000, compile=False, dtype=given.dtype), "bundled"
+        engine, name = make_engine(tokens=40_000, dtype=given.dtype), "bundled"
     else:
         engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), Path(given.model).stem
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=given.max_tokens)

@@ -97,9 +97,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def engine(*, tokens: int = 16384, compile: bool = True, dtype: str = "bfloat16", **options: object) -> Engine:
+def engine(*, tokens: int = 16384, dtype: str = "bfloat16", **options: object) -> Engine:
     """dtype: bfloat16, as the peers compute, or another where they do."""
-    config = EngineConfig(cache=CacheConfig(capacity=tokens), compile=compile, **options)  # type: ignore[arg-type]
+    config = EngineConfig(cache=CacheConfig(capacity=tokens), **options)  # type: ignore[arg-type]
     return Engine.from_pretrained(dtype=dtype, config=config)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from .common import Row, eager_dtype, save
+from .common import Row, save
 from .load import KEYS, server
 
 CONCURRENCY = 6
@@ -412,7 +412,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}")
-    with server(arguments.model, compile=False, dtype=eager_dtype(), max_tokens=MAX_GENERATED) as (url, process):
+    with server(arguments.model, max_tokens=MAX_GENERATED) as (url, process):
         statuses, wrong = asyncio.run(run(url, arguments.requests, arguments.seed))
         process.communicate(timeout=300)
         if process.returncode:

@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of every game; the median counts")
     parser.add_argument("--max-tokens", type=int, default=48, help="of a message")
     args = parser.parse_args()
-    engine = make_engine(compile=False, dtype="float32")
+    engine = make_engine(dtype="float32")
     results: dict[str, list[dict[str, float]]] = {name: [] for name in CONDITIONS}
     for seed in range(args.games):
         common = {"seed": seed, "max_tokens": args.max_tokens}

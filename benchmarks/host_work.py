@@ -51,7 +51,7 @@ def count_calls(function: Callable[[], object]) -> Counter[str]:
 
 def count_rows() -> list[Row]:
     """Count the calls of a submission and of a plain decode step; print where they are."""
-    e = engine(compile=False, tokens=4096)
+    e = engine(tokens=4096)
     with e.session(seed=0) as session:
         question = session.prefill([1, 2, 3])
         context = session.prefill([4, 5, 6, 7], [question])

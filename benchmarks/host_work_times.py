@@ -17,7 +17,7 @@ from choreograph.attention import cpp_backend
 
 
 def make_engine(tokens: int) -> Engine:
-    """Return an engine over the bundled model, without compiled steps."""
+    """Return an engine over the bundled model."""
     return Engine.from_pretrained(dtype="bfloat16", config=EngineConfig(cache=CacheConfig(capacity=tokens)))
 
 

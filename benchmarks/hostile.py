@@ -1,6 +1,6 @@
 """Requests that are made to stop a server, sent to a running one next to eight ordinary streams.
 
-make bench NAME=hostile                       # every request on the bundled model, eager
+make bench NAME=hostile                       # every request on the bundled model
 make bench NAME=hostile ARGS="--only chat --dtype float32"
 
 Streams belong to one tenant, hostile requests to another. For each: seconds until it is answered (at most 2), the longest
@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 import psutil
 
-from .common import Row, eager_dtype, save
+from .common import Row, save
 from .load import CAPACITY, KEYS, server
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -273,20 +273,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--only", help="requests whose name contains this text")
-    parser.add_argument("--compile", action="store_true", help="compile steps first, which takes minutes")
     parser.add_argument("--rounds", type=int, default=3, help="of each request; rows have medians, least and most")
-    parser.add_argument("--dtype", default=eager_dtype())
+    parser.add_argument("--dtype", default="auto")
     arguments = parser.parse_args()
     repeated = zip(*(attacks(number) for number in range(arguments.rounds)), strict=True)
     chosen = [rounds for rounds in repeated if not arguments.only or arguments.only in rounds[0].name]
-    with server(arguments.model, compile=arguments.compile, dtype=arguments.dtype) as (url, process):
+    with server(arguments.model, dtype=arguments.dtype) as (url, process):
         rows, wrong = asyncio.run(measure(url, psutil.Process(process.pid), chosen))
         process.communicate(timeout=120)
         if process.returncode:
             wrong.append("a check of the server failed at its end")
-    save(
-        "hostile", rows, arguments.model, wrong=wrong, settings={"compile": arguments.compile, "dtype": arguments.dtype}
-    )
+    save("hostile", rows, arguments.model, wrong=wrong, settings={"dtype": arguments.dtype})
     print(*wrong, sep="\n")
     return int(bool(wrong))
 

@@ -239,8 +239,7 @@ def main() -> None:
     options.add_argument("--shapes", nargs="*", default=["/".join(map(str, shape)) for shape in GRID])
     options.add_argument("--crowds", nargs="*", default=[" x ".join(map(str, crowd)) for crowd in CONCURRENT_SHAPES])
     given = options.parse_args()
-    base = engine(tokens=8192, compile=True)
-    base.warm_up()
+    base = engine(tokens=8192)
     for label in given.shapes:
         save_result(*single_workflow(real_engines(base), parse_label(label, "/"), given.rounds), label, "alone")
     for label in given.crowds:

@@ -94,8 +94,7 @@ def simulated(hardware: HardwareModel, operation: Operation) -> float:
 
 
 def main() -> None:
-    e = engine(tokens=8192, compile=True)
-    e.warm_up()
+    e = engine(tokens=8192)
     kinds: list[Operation] = [("prefill", n) for n in PREFILLS] + [("decode", n) for n in CONTEXTS]
     taken: dict[Operation, list[float]] = {what: [] for what in kinds}
     for number in range(ROUNDS):

@@ -129,8 +129,7 @@ def main() -> None:
     options.add_argument("--desks", type=int, nargs="*", default=[1, 4, 8])
     options.add_argument("--rounds", type=int, default=5)
     given = options.parse_args()
-    base = engine(tokens=32768, compile=True)
-    base.warm_up()
+    base = engine(tokens=32768)
     rows: list[Row] = []
     result = {}
     for count in given.desks:

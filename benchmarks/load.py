@@ -46,8 +46,8 @@ def serve() -> None:
     from choreograph.server.server_config import ServerConfig
 
     limit_primitive_cache()
-    model, compile, dtype, more = sys.argv[1:]
-    config = EngineConfig(cache=CacheConfig(capacity=CAPACITY), compile=compile == "compile")
+    model, dtype, more = sys.argv[1:]
+    config = EngineConfig(cache=CacheConfig(capacity=CAPACITY))
     engine = load_engine(lambda: Engine.from_pretrained(model, config=config, dtype=dtype, device="cpu"))
     options = {"api_keys": KEYS, "served_model_name": "model", "max_workflow_tokens": STORED_TOKENS, **json.loads(more)}
     app = create_app(engine, ServerConfig(**options))
@@ -70,9 +70,9 @@ def serve() -> None:
 
 
 @contextmanager
-def server(model: str, *, compile: bool, dtype: str, **config: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def server(model: str, *, dtype: str = "auto", **config: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server in a process of its own; yields its address and process. config: of `ServerConfig`."""
-    options = [model, "compile" if compile else "eager", dtype, json.dumps(config)]
+    options = [model, dtype, json.dumps(config)]
     command = [sys.executable, "-c", "from benchmarks.load import serve; serve()", *options]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
@@ -198,14 +198,13 @@ def measure(
     *,
     seconds: float,
     clients: int,
-    compile: bool,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     max_tokens: int = 48,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Run the load; return counts, errors, the memory's slope and what was left in the server."""
     samples: list[tuple[float, float]] = []
-    with server(model, compile=compile, dtype=dtype) as (url, process):
+    with server(model, dtype=dtype) as (url, process):
 
         async def run() -> Load:
             load = Load(url, seconds, seed, max_tokens)
@@ -242,9 +241,8 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--eager", action="store_true", help="compile nothing, which takes minutes before the load")
     arguments = parser.parse_args()
-    result = measure(arguments.model, seconds=arguments.seconds, clients=arguments.clients, compile=not arguments.eager)
+    result = measure(arguments.model, seconds=arguments.seconds, clients=arguments.clients)
     counts, slope, width = result["counts"], result["slope"], result["slope_width"]
     what = f"{arguments.clients} clients, {arguments.seconds:g} s"
 

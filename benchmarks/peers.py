@@ -2,8 +2,8 @@
 
 All sides run in turns in one run. The first run installs vLLM into .venv-vllm. Weights are bfloat16; llama.cpp's are Q4_1,
 the format of `quantization="int4"`, which is measured too. `--only decode` (or prefill, programs) measures a part and
-keeps the other results; `--rounds` sets how often. On processors without AVX-512 bfloat16 instructions, vLLM,
-Hugging Face and our eager engine compute in float32, which is faster for them there, and results are saved as `peers_avx2`.
+keeps the other results; `--rounds` sets how often. On processors without AVX-512 bfloat16 instructions, vLLM
+and Hugging Face compute in float32, which is faster for them there, and results are saved as `peers_avx2`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ PREFILLS = {  # name -> (tokens, prompts)
     "prefill of 8000": (8000, 1),
     "prefill of 16 prompts of 512": (512, 16),
 }
-OURS, OURS_INT4 = "choreograph compiled", "choreograph compiled int4"  # what ratios are of
+OURS, OURS_INT4 = "choreograph", "choreograph int4"  # what ratios are of
 RESULT = "peers" if has_fast_bfloat16() else "peers_avx2"
 PARTS = ("decode", "prefill", "programs")
 # measured with one request only: with AVX2 it is faster than float32 there, and several times slower otherwise
@@ -120,7 +120,7 @@ def compare_programs(e: Engine, vllm: VLLM, rounds: int) -> Iterator[list[Row]]:
         for i in range(rounds + 1):
             for side, make in sides.items():
                 measured = run_program(program, make)
-                runs[side] += [measured] if i else []  # the first one compiles
+                runs[side] += [measured] if i else []  # the first one warms up
         must, aim = (1.5, 2.0) if name == "Tree of Thoughts" else (1.25, 2.0)
         rows: list[Row] = []
         for column, (measure, required, target) in enumerate((("end to end", must, aim), ("first token", 4, 8))):
@@ -139,8 +139,7 @@ def main() -> None:
     options.add_argument("--peers", nargs="*", default=["vLLM", "llama.cpp Q4_1", "Hugging Face"])
     given = options.parse_args()
     threads, dtype = torch.get_num_threads(), eager_dtype()
-    compiled, eager = engine(tokens=16384), engine(tokens=16384, compile=False, dtype=dtype)
-    ours = {OURS: compiled, OURS_INT4: engine(tokens=16384, quantization="int4"), "choreograph eager": eager}
+    ours = {OURS: engine(tokens=16384), OURS_INT4: engine(tokens=16384, quantization="int4")}
     makers: dict[str, Callable[[], HuggingFace | LlamaCpp | VLLM]] = {
         "vLLM": lambda: VLLM(threads, dtype),
         VLLM_BFLOAT16: lambda: VLLM(threads, "bfloat16"),
@@ -174,7 +173,7 @@ def main() -> None:
         save(RESULT, [row for part in PARTS for row in parts[part]])
     vllm = peers.get("vLLM")
     if "programs" in given.only and isinstance(vllm, VLLM):
-        for rows in compare_programs(compiled, vllm, given.rounds):
+        for rows in compare_programs(ours[OURS], vllm, given.rounds):
             measured = {row.measure for row in rows}
             parts["programs"] = [row for row in parts["programs"] if row.measure not in measured] + rows
             save(RESULT, [row for part in PARTS for row in parts[part]])

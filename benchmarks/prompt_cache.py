@@ -4,7 +4,7 @@ Also the time of later tokens and of whole answers, of copying keys and values o
 first token of the use cases (section 5.6), which are those of `examples/`.
 
 `make bench NAME=prompt_cache`. Prompts of the same tokens, in turns: from modules; on the same engine without reuse
-(mode "naive"); and through Hugging Face's own model, uncompiled, in float32 where that is faster. Times are from handing
+(mode "naive"); and through Hugging Face's own model, in float32 where that is faster. Times are from handing
 over the prompt to the first token, PML, planning and all.
 """
 
@@ -99,7 +99,6 @@ def hugging_face(cache: PromptCache, num_new_tokens: int) -> Callable[[], float]
 
 def main() -> None:
     e = engine(tokens=40960)
-    e.warm_up()
     cache = document_cache(e, NUM_CACHED_TOKENS)
     rows: list[Row] = []
     for new in NUM_NEW_TOKENS:

@@ -99,7 +99,7 @@ def main() -> None:
     arguments = {
         "dtype": args.dtype,
         "device": args.device,
-        "config": EngineConfig(cache=CacheConfig(capacity=40_960), compile=True),
+        "config": EngineConfig(cache=CacheConfig(capacity=40_960), compile=(args.device or "cpu") != "cpu"),
     }
     engine = Engine.from_pretrained(*([args.model] if args.model else []), **arguments)
     engine.warm_up()

@@ -133,7 +133,7 @@ def main() -> None:
     options.add_argument("--limit", type=int, help="examples of every run; default: those of the table above")
     options.add_argument("--dtype", default="bfloat16", help="float32 is faster where bfloat16 is emulated")
     options.add_argument("--device", default="cpu")
-    options.add_argument("--compile", action="store_true", help="compile steps")
+    options.add_argument("--compile", action="store_true", help="CUDA graphs of small steps, with --device cuda")
     options.add_argument("--capacity", type=int, default=220_000, help="tokens of the cache")
     options.add_argument("--report", action="store_true", help="run nothing, score what is finished")
     given = options.parse_args()

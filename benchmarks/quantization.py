@@ -19,7 +19,6 @@ TEXTS = ("README.md", "docs/concepts.md", "docs/architecture.md", "docs/results.
 VARIANTS = {
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
-    "int8 weights": ("bfloat16", "int8"),
     "int4 weights": ("bfloat16", "int4"),
 }
 

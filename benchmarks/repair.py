@@ -190,7 +190,7 @@ def main() -> None:
     options.add_argument("--dtype", default="bfloat16")
     given = options.parse_args()
     if given.model is None:
-        engine, name = make_engine(tokens=40_000, compile=False, dtype=given.dtype), "bundled"
+        engine, name = make_engine(tokens=40_000, dtype=given.dtype), "bundled"
     else:
         engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), Path(given.model).stem
     conditions: dict[str, Repair | None] = {"prefix": None, "reuse": None}

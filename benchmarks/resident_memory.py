@@ -1,6 +1,6 @@
 """Memory of the engine over weights and cache: the resident set after a warm run, less both, in a process of its own.
 
-The bundled model, eager: a first process makes the file that loading reads, the second one loads it, computes a prefill and a
+The bundled model: a first process makes the file that loading reads, the second one loads it, computes a prefill and a
 decode with text, and reads `/proc/self/smaps`. Weights and cache count as far as they are resident: the cache is
 written in full before. Other rows split the rest into what the imports take and what loading adds, and say how much of it
 are unmodified pages of shared libraries.

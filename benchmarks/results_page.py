@@ -435,7 +435,7 @@ def kvflow_policies(result: Result) -> Any:
 def quantization(result: Result) -> Any:
     rows, lines = by_measure(result), []
     for name in dict.fromkeys(measure.partition(":")[0] for measure in rows):
-        for way in ("float32", "bfloat16", "int8 weights", "int4 weights"):
+        for way in ("float32", "bfloat16", "int4 weights"):
             added = format_estimate(rows.get(f"{name}: added log-loss, {way}"), places=4, sign=True)
             loss = format_estimate(rows[f"{name}: log-loss per token, {way}"], places=2)
             lines.append([name, way, loss, added, format_estimate(rows[f"{name}: a decode step, {way}"], places=1)])

@@ -219,7 +219,7 @@ def program_rows(
                 del sides[name]
                 continue
             results[name] = time.perf_counter() - start, turns
-        for name, (seconds, turns) in results.items() if number else ():  # the first round compiles
+        for name, (seconds, turns) in results.items() if number else ():  # the first round warms up
             texts, reference = (
                 [turn.text for turn in turns],
                 [turn.text for turn in results.get("exact", (0, turns))[1]],
@@ -329,7 +329,6 @@ async def read_stream(url: str, body: Mapping[str, Any]) -> bytes:
 def overhead_rows(server: Server, rounds: int) -> list[Row]:
     """Tokens per second of the server and of the engine in process, at STREAMS streams."""
     local, seeds = engine(), iter(range(1 << 30))
-    local.warm_up()
 
     def tokens_per_second(run: Callable[[list[list[int]]], object]) -> float:
         seed = next(seeds) * STREAMS
@@ -353,7 +352,7 @@ def overhead_rows(server: Server, rounds: int) -> list[Row]:
             uvloop.run(over_http(prompts))  # reads cost less than in asyncio's own loop
 
     sides = (lambda: tokens_per_second(served), lambda: tokens_per_second(in_process))
-    interleaved(1, *sides)  # compiles
+    interleaved(1, *sides)  # warms up
     server_rates, engine_rates = interleaved(rounds, *sides)
     what = f"{STREAMS} streams"
     return [

@@ -85,7 +85,7 @@ class Server:
 
 
 def start_ours(threads: int) -> Server:
-    options = ["--log-level", "warning", "--compile", "--dtype", "bfloat16", "--capacity", "16384"]
+    options = ["--log-level", "warning", "--dtype", "bfloat16", "--capacity", "16384"]
     return Server("choreograph", [sys.executable, "-m", "choreograph", "serve", *options])
 
 

@@ -66,15 +66,14 @@ def main() -> None:
     options.add_argument("--draft-tokens", type=int, default=7)
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--dtype", default="bfloat16")
-    options.add_argument("--eager", action="store_true", help="do not compile steps")
     options.add_argument("--only", nargs="*", default=list(WORKFLOWS))
     given = options.parse_args()
     problems = [json.loads(line)["problem"] for line in given.data.read_text().splitlines()][: given.limit]
     sampling = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens)
-    engines = [engine(compile=not given.eager, dtype=given.dtype, draft_tokens=n) for n in (0, given.draft_tokens)]
+    engines = [engine(dtype=given.dtype, draft_tokens=n) for n in (0, given.draft_tokens)]
     rows: list[Row] = []
     for workflow in given.only:
-        for live in engines:  # compiles the sizes of steps that the workflow has
+        for live in engines:  # warms up
             Run(live, workflow, problems[0], sampling)
         runs = []
         for number, problem in enumerate(problems):

@@ -53,9 +53,8 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("out/speed"))
     options.add_argument("--only", nargs="*", default=list(WORKFLOWS), help="the others keep their last result")
     options.add_argument("--paper", action="store_true", help="the paper's form, in which verdicts and votes reason")
-    options.add_argument("--eager", action="store_true", help="do not compile small steps")
     given = options.parse_args()
-    e = engine(tokens=65536, compile=not given.eager)
+    e = engine(tokens=65536)
     rows: list[Row] = []
     points, options_of = {}, {}
     for name in given.only:
@@ -80,8 +79,7 @@ def main() -> None:
         points[title] = report["points"]
         r = correlation(*zip(*report["points"], strict=True))
         rows.append(Row(f"{title}: correlation of speed-up and tokens", r.value, "", r.low, r.high))
-        options_of[title] = {"n": report["n"], "max_tokens": given.max_tokens, "compiled": not given.eager}
-        options_of[title]["threads"] = torch.get_num_threads()
+        options_of[title] = {"n": report["n"], "max_tokens": given.max_tokens, "threads": torch.get_num_threads()}
     had = [
         row_from_record(r) for r in last_result("speed").get("rows", []) if r["measure"].partition(":")[0] not in points
     ]

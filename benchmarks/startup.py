@@ -1,9 +1,9 @@
-"""From starting `choreograph chat` to the first text of its answer: first and second start, eager and compiled.
+"""From starting `choreograph chat` to the first text of its answer: first and second start.
 
 The import of PyTorch and transformers' model classes, which every start needs, is measured alone too.
 
-Each start is a process of its own. The first one of a round has empty caches (built kernels, measured backends,
-inductor's), the second one those that the first has left. The model's files are in the machine's page cache.
+Each start is a process of its own. The first one of a round has empty caches (built kernels, measured
+backends), the second one those that the first has left. The model's files are in the machine's page cache.
 """
 
 import argparse
@@ -15,16 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from .common import last_result, median_row, row_from_record, save
+from .common import median_row, save
 
-# required seconds by whether steps are compiled and whether the caches are filled
-LIMITS: dict[tuple[bool, bool], tuple[float, float] | None] = {
-    (False, False): (20, 10),
-    (False, True): (4, 2),
-    (True, False): None,
-    (True, True): (10, 3),
-}
-
+# required and aimed seconds by whether the caches are filled
+LIMITS = {False: (15, 10), True: (3, 2)}
 
 IMPORTS = "import torch; from transformers import LlamaForCausalLM"
 IMPORT_ROW = "PyTorch and transformers' model classes: import"
@@ -41,13 +35,12 @@ def seconds_of_import() -> float:
     return time.perf_counter() - start
 
 
-def first_text(caches: Path, *, compile: bool) -> float:
+def first_text(caches: Path) -> float:
     """Return the seconds from starting the command to the first characters of the answer."""
-    command = [sys.executable, "-m", "choreograph", "chat", "--max-tokens", "8", *(["--compile"] if compile else [])]
+    command = [sys.executable, "-m", "choreograph", "chat", "--max-tokens", "8"]
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(caches),
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "HF_HUB_OFFLINE": "1",
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has bytecode
@@ -70,28 +63,20 @@ def first_text(caches: Path, *, compile: bool) -> float:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--only", choices=("eager", "compiled"), nargs="*", default=["eager", "compiled"])
     given = options.parse_args()
-    times: dict[tuple[bool, bool], list[float]] = {}
+    times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(given.rounds):
-        for compile in (name == "compiled" for name in given.only):
-            with tempfile.TemporaryDirectory() as caches:
-                for is_second in (False, True):
-                    taken = first_text(Path(caches), compile=compile)
-                    times.setdefault((compile, is_second), []).append(taken)
-                    print(
-                        json.dumps({"compiled": compile, "second": is_second, "seconds": round(taken, 2)}), flush=True
-                    )
+        with tempfile.TemporaryDirectory() as caches:
+            for is_second in times:
+                times[is_second].append(first_text(Path(caches)))
+                print(json.dumps({"second": is_second, "seconds": round(times[is_second][-1], 2)}), flush=True)
     imports = [seconds_of_import() for _ in range(given.rounds)]
     rows = [median_row(IMPORT_ROW, imports, "s", better="lower")]
-    for (compile, is_second), samples in times.items():
-        limit = LIMITS[compile, is_second]
-        name = f"{'second' if is_second else 'first'} start, {'compiled' if compile else 'eager'}: first text"
-        facts = {} if limit is None else {"required": limit[0], "target": limit[1]}
-        rows.append(median_row(name, samples, "s", better="lower", **facts))
-    measured = {row.measure for row in rows}  # of `--only`; the others keep their last result
-    had = [row_from_record(row) for row in last_result("startup").get("rows", []) if row["measure"] not in measured]
-    save("startup", had + rows)
+    for is_second, samples in times.items():
+        required, target = LIMITS[is_second]
+        name = f"{'second' if is_second else 'first'} start: first text"
+        rows.append(median_row(name, samples, "s", better="lower", required=required, target=target))
+    save("startup", rows)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def main() -> None:
     for part in given.only:
         sides = sides_of(part, e, plain, connector)
         for name, program in PARTS[part].items():
-            measure(program, {OURS: sides[OURS]}, 1)  # compiles
+            measure(program, {OURS: sides[OURS]}, 1)  # builds kernels
             taken = measure(program, sides, given.rounds * (CHAT_RUNS if part == "chat" else 1))
             rows = [*keep_other_parts([name]), *rows_of(name, taken, GOALS[name])]
             write(RESULT, rows)

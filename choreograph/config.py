@@ -29,7 +29,7 @@ BackendName = Literal["auto", "native", "triton", "sdpa", "reference"]
 HINTED_POLICIES = ("workflow",)  # those that read the hints of agents
 
 EvictionPolicyName = Literal["workflow", "lru", "lfu", "fifo"]
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int4"]
 KVCacheDtype = Literal["auto", "int8"]
 
 BACKENDS: tuple[str, ...] = get_args(BackendName)
@@ -230,9 +230,7 @@ class SchedulerConfig:
 class EngineConfig:
     """All options of an engine.
 
-    With ``compile=True`` on a CPU, each compiled size has its own packed weights, as large as the
-    model. Rotary tables that depend on the sequence length (longrope, dynamic) are computed for
-    ``max_model_len``.
+    Rotary tables that depend on the sequence length (longrope, dynamic) are computed for ``max_model_len``.
     """
 
     cache: Annotated[CacheConfig, _instance_of(CacheConfig)] = dataclasses.field(default_factory=CacheConfig)
@@ -241,14 +239,14 @@ class EngineConfig:
     )
     backend: BackendName = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
     compile: StrictBool = False
-    """Run steps through torch.compile, on a GPU small ones as CUDA graphs; compiling takes minutes."""
-    # batch sizes in tokens to compile; None: graphs for all sizes, on a GPU for 2 to 256 tokens
+    """Run small steps on a GPU as CUDA graphs; compiling takes minutes."""
+    # batch sizes in tokens with a CUDA graph; None: 2 to 256 tokens
     compile_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=True), AfterValidator(_check_ascending)] | None = (
         None
     )
     draft_tokens: NonNegativeInt = 0
     """Speculative decoding: most tokens to draft in a step from text that a request reads."""
     quantization: Quantization | None = None
-    """Format of the weights; int8 needs torchao (extra `int8`)."""
+    """Format of the weights."""
     max_model_len: PositiveInt | None = None
     """Positions to use at most; by default the limit of the model."""

@@ -23,7 +23,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
 from choreograph.attention import autotune as measured
-from choreograph.models.compilation import graph_cache
 from choreograph.models.loader import bundled_gguf, convert_gguf
 
 STOP = 2
@@ -49,13 +48,6 @@ def make_llama(*, seed: int = 0, vocabulary: int = 97, positions: int = 512) -> 
 def _nothing_measured():
     """What `choreograph tune` found on this machine stays out of the tests."""
     measured._path = lambda: Path(os.devnull)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_graphs_of_earlier_runs(tmp_path_factory):
-    """Graphs are traced once in a run of the tests."""
-    folder = tmp_path_factory.mktemp("cache")
-    graph_cache.user_cache_path = lambda name: folder
 
 
 @pytest.fixture

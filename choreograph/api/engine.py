@@ -31,6 +31,7 @@ from ..models.hf_model import HFModel
 from ..models.info import ModelInfo, total_memory
 from ..models.loader import DEFAULT_MODEL, check_dtype, load
 from ..models.lora import LoraWeights
+from ..models.operators.model_operators import create_operators
 from ..namespace import Client
 from ..outputs import BASE_MODEL, MODES, EngineStats, Mode
 from ..utils import DeferSigintLock
@@ -96,8 +97,8 @@ class Engine:
 
         Args:
             model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
-            dtype: defaults to bfloat16, or float32 on processors that are slow in bfloat16, unless steps are compiled
-                or weights have 4 bits; a model in memory keeps its own.
+            dtype: defaults to bfloat16, or float32 on processors that are slow in bfloat16, unless weights have 4
+                bits; a model in memory keeps its own.
             device: defaults to the CPU.
             device_map: as in transformers, in place of `device`.
             tp_plan: as in transformers ("auto"): tensor parallelism over the processes of torchrun.
@@ -122,10 +123,11 @@ class Engine:
             device_map=device_map,
             tp_plan=tp_plan,
             max_positions=config.max_model_len,
-            uses_packed_kernels=config.compile or config.quantization == "int4",
+            uses_packed_kernels=config.quantization == "int4",
         )
         if config.quantization:
             hf_model.quantize(config.quantization)
+        hf_model.operators = create_operators(hf_model)
         if config.compile:
             _enable_compile(hf_model, config)
         engine = cls(hf_model, config, adapters=adapters, models=models, features=features)
@@ -177,6 +179,7 @@ class Engine:
         )
         if config.quantization:
             other.quantize(config.quantization)
+        other.operators = create_operators(other)
         if config.compile:
             _enable_compile(other, config)
         with core.lock:
@@ -343,17 +346,16 @@ class Engine:
         self.core.check()
 
     def warm_up(self) -> None:
-        """Compile the graphs of every batch size that fits the cache.
+        """Capture the CUDA graphs of every batch size that fits the cache.
 
-        Later steps then compile nothing. Does nothing without `compile`. CUDA graphs of larger batches are
-        captured on first use.
+        Does nothing without `compile`. Graphs of more attention work are captured on first use.
         """
         compiled, pool = self.core.hf_model.compiled, self.core.cache_manager.pool
         if compiled is None:
             return
         max_tokens = min(self.model_info.max_positions, pool.pages * pool.page_size)
         with self.session() as session:
-            for num_tokens in compiled.warm_up_sizes:
+            for num_tokens in compiled.sizes:
                 if num_tokens <= max_tokens:
                     session.prefill([0] * num_tokens).result()  # one step
 
@@ -374,18 +376,13 @@ def _enable_compile(hf_model: HFModel, config: EngineConfig) -> None:
     hf_model.ensure_single_process("compile=True")
     if hf_model.attention_patch is not None:
         raise ConfigError(f"compile=True: {hf_model.model_info.name} is of a family that is not compiled; leave it out")
-    # imported on demand: both use private torch APIs
-    if hf_model.model_info.device.type == "cuda":
-        if config.backend not in ("auto", "triton"):
-            raise ConfigError(f"compile=True, backend={config.backend!r}: on a GPU use backend='triton' or 'auto'")
-        from ..models.compilation.cuda_graph import CudaGraphForward
+    if hf_model.model_info.device.type == "cpu":
+        raise ConfigError("compile=True: steps on a CPU need no compilation: leave it out")
+    if config.backend not in ("auto", "triton"):
+        raise ConfigError(f"compile=True, backend={config.backend!r}: use backend='triton' or 'auto'")
+    from ..models.compilation.cuda_graph import CudaGraphForward  # uses Triton and private torch APIs
 
-        hf_model.compiled = CudaGraphForward(hf_model, config.compile_sizes or (2, 4, 8, 16, 32, 64, 128, 256))
-    else:
-        from ..models.compilation.torch_compile import CompiledForward
-
-        sizes = config.compile_sizes
-        hf_model.compiled = CompiledForward(hf_model, sizes, compiles_larger=sizes is None)
+    hf_model.compiled = CudaGraphForward(hf_model, config.compile_sizes or (2, 4, 8, 16, 32, 64, 128, 256))
 
 
 def _create_cache_manager(

@@ -36,41 +36,42 @@ struct Kernel {
   using E = std::conditional_t<DOTS<T>, bf16, float>;         // of operands
   using Packed = std::conditional_t<DOTS<T>, uint32_t, float>;  // of queries and weights in lanes; pairs for dot products
   static constexpr int V = D / LANES, TILE = DOTS<T> ? 128 : 64;
-  static constexpr int FEW = 6;                         // queries up to which queries in lanes do not pay
+  static constexpr int FEW = 6;  // queries up to which lanes for queries do not pay
   static constexpr int DEPTH = DOTS<T> ? (D + 31) / 32 * 32 : D;  // of score products, padded with zeros
   static constexpr int INNER = DOTS<T> ? DEPTH / 2 : D;           // the same in elements of Packed
   static constexpr int STEP = DOTS<T> ? UNIT : 8;                 // keys per product: a multiple
   static constexpr int W = COLUMNS * LANES;                       // queries in lanes per product
 
   // Few queries read a tile as it is stored, LANES keys at a time: s[a][j] = query a . key j.
-  static void few_scores(const E* q, int count, const T* keys, int64_t stride, int n, float* s, Next& next) {
+  template <int M>
+  static void few_scores(const E* q, const T* keys, int64_t stride, int n, float* s, Next& next) {
     for (int j = 0; j < n; j += LANES) {
       next.advance(LANES);
-      for (int a = 0; a < count; a++) {
-        vec part[LANES];
-        for (int r = 0; r < LANES; r++) part[r] = products(q + a * D, keys + std::min(j + r, n - 1) * stride);
-        store(s + a * TILE + j, sum_rows(part));
+      vec part[M][LANES];
+      for (int r = 0; r < LANES; r++) {
+        const T* k = keys + std::min(j + r, n - 1) * stride;
+        vec sum[M] = {};
+        if constexpr (DOTS<T>) {
+          for (int d = 0; d + 2 * LANES <= D; d += 2 * LANES)
+            for (int a = 0; a < M; a++) sum[a] = dot(sum[a], load_pairs(q + a * D + d), load_pairs(k + d));
+          constexpr int REST = D - D % (2 * LANES);
+          for (int a = 0; a < M && REST < D; a++) sum[a] += widen(q + a * D + REST) * widen(k + REST);
+        } else {
+          for (int d = 0; d < D; d += LANES) {
+            vec x = hold(widen(k + d));
+            for (int a = 0; a < M; a++) sum[a] += widen(q + a * D + d) * x;
+          }
+        }
+        for (int a = 0; a < M; a++) part[a][r] = sum[a];
       }
+      for (int a = 0; a < M; a++) store(s + a * TILE + j, sum_rows(part[a]));
     }
   }
-  static vec products(const float* q, const T* k) {  // of which the lanes' sum is q . k
-    vec sum = load(q) * widen(k);
-    for (int i = 1; i < V; i++) sum += load(q + i * LANES) * widen(k + i * LANES);
-    return sum;
-  }
-#if HAS_DOTS
-  static vec products(const bf16* q, const bf16* k) {
-    vec sum{};
-    for (int c = 0; c + 2 * LANES <= D; c += 2 * LANES) sum = dot(sum, load_pairs(q + c), load_pairs(k + c));
-    if constexpr (D % (2 * LANES)) sum += widen(q + D - LANES) * widen(k + D - LANES);
-    return sum;
-  }
-#endif
 
   // out[a] += p[a] @ values (n, D), up to SIDE registers of a value at once.
   template <int M>
   static void few_mix(const E* p, const T* values, int64_t stride, int n, float* out, Next& next) {
-    constexpr int REST = V % SIDE, DONE = D - REST * LANES;
+    constexpr int SIDE = LANES == 16 || M <= 3 ? 4 : 2, REST = V % SIDE, DONE = D - REST * LANES;
     for (int d = 0; d < DONE; d += SIDE * LANES) mix_columns<M, SIDE>(p, values + d, stride, n, out + d, next);
     if constexpr (REST) mix_columns<M, REST>(p, values + DONE, stride, n, out + DONE, next);
   }
@@ -81,7 +82,6 @@ struct Kernel {
     for (int j = 0; j < n; j += DOTS<T> ? 2 : 1) {
       if (j % LANES == 0) next.advance(LANES);
       const T* row = values + j * stride;
-#if HAS_DOTS
       if constexpr (DOTS<T>) {
         ivec v[C];
         for (int c = 0; c < C; c++) v[c] = pairs_of_rows(row + c * LANES, stride, n - j);
@@ -89,9 +89,8 @@ struct Kernel {
           for (int c = 0; c < C; c++) sum[m][c] = dot(sum[m][c], splat_pair(p + m * TILE + j), v[c]);
         continue;
       }
-#endif
       vec v[C];
-      for (int c = 0; c < C; c++) v[c] = widen(row + c * LANES);
+      for (int c = 0; c < C; c++) v[c] = hold(widen(row + c * LANES));
       for (int m = 0; m < M; m++)
         for (int c = 0; c < C; c++) sum[m][c] += splat(to_float(p[m * TILE + j])) * v[c];
     }
@@ -151,8 +150,8 @@ struct Kernel {
     bool is_wide = false, is_plain = false;  // whether sums are used, and whether `laid` has no query turned
 
     Work(int queries, int heads) : query((int64_t)queries * heads * D), turned(query.size()) {
-      scores.resize(std::max(W, WIDE) * TILE);
-      few_weights.resize(DOTS<T> ? WIDE * TILE : 0);
+      scores.resize(std::max(W, FEW) * TILE);
+      few_weights.resize(DOTS<T> ? FEW * TILE : 0);
     }
     void widen(int queries, int heads) {  // makes room for queries in lanes
       int64_t padded = (queries + LANES - 1) / LANES * LANES;
@@ -249,7 +248,7 @@ struct Kernel {
     w.is_wide = false;
     split(s, seg, segs, rd, readers, b0, b1, size, stripe, stripes, w.tiles);
     static const std::vector<Tile> none;
-    Next next(K + g0 * ROW, Vs + g0 * ROW, s.slot_stride, heads, seg, packed.at ? none : w.tiles);
+    Next next(K + g0 * ROW, Vs + g0 * ROW, s.slot_stride, heads, seg, packed.at || sizeof(S) == sizeof(float) ? none : w.tiles);
     for (auto [segment, t, n, active] : w.tiles) {
       int first = seg[segment].first, end = segment + 1 < segs ? seg[segment + 1].first : readers;
       bool wide = active > FEW;
@@ -511,37 +510,44 @@ struct Kernel {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     trim(s, r, t, n, r0, r1);
     int end = (r1 - b0) * s.share;
-    for (int m = (r0 - b0) * s.share; m < end; m += WIDE) {
-      int count = std::min(WIDE, end - m);
-      float *scores = w.scores.data(), *sums = acc + (int64_t)m * D;
-      E* p = DOTS<T> ? w.few_weights.data() : (E*)scores;
-      few_scores(q + (int64_t)m * D, count, k, stride(s), n, scores, next);
-      for (int a = 0; a < count; a++) {
-        int row = b0 + (m + a) / s.share;
-        Range x = range(s, r, row);
-        int from = std::clamp(x.from - t, 0, n), to = std::clamp(x.to - t, 0, n);  // may be empty
-        float factor = DOTS<T> ? s.scale : 1.0f, *own = scores + a * TILE;
-        if (s.cap || s.slopes) {
-          float slope = s.slopes ? s.slopes[g * s.share + (m + a) % s.share] * BASE2 : 0;
-          int distance = r.position + t - (int)s.positions[row];
-          for (int j = 0; j < n; j += LANES) {
-            vec x = load(own + j) * factor;
-            store(own + j, s.cap ? cap(x, s.cap) : x);
-          }
-          for (int j = 0; j < n; j++) own[j] += slope * (distance + j);
-          factor = 1;
-        }
-        few_softmax(own, from, to, n, factor, top[m + a], norm[m + a], sums + a * D, p + a * TILE);
-      }
-      switch (count) {
-        case 6: few_mix<6>(p, v, stride(s), n, sums, next); break;
-        case 5: few_mix<5>(p, v, stride(s), n, sums, next); break;
-        case 4: few_mix<4>(p, v, stride(s), n, sums, next); break;
-        case 3: few_mix<3>(p, v, stride(s), n, sums, next); break;
-        case 2: few_mix<2>(p, v, stride(s), n, sums, next); break;
-        default: few_mix<1>(p, v, stride(s), n, sums, next);
+    for (int m = (r0 - b0) * s.share; m < end; m += FEW) {
+      auto block = [&](auto count) {
+        few_queries<count.value>(s, r, q, g, b0, m, t, n, k, v, next, w, acc, top, norm);
+      };
+      switch (std::min(FEW, end - m)) {
+        case 6: block(std::integral_constant<int, 6>()); break;
+        case 5: block(std::integral_constant<int, 5>()); break;
+        case 4: block(std::integral_constant<int, 4>()); break;
+        case 3: block(std::integral_constant<int, 3>()); break;
+        case 2: block(std::integral_constant<int, 2>()); break;
+        default: block(std::integral_constant<int, 1>());
       }
     }
+  }
+  template <int M>
+  static void few_queries(const Shape& s, const Reader& r, const E* q, int g, int b0, int m, int t, int n, const T* k,
+                          const T* v, Next& next, Work& w, float* acc, float* top, float* norm) {
+    float *scores = w.scores.data(), *sums = acc + (int64_t)m * D;
+    E* weights = DOTS<T> ? w.few_weights.data() : (E*)scores;
+    few_scores<M>(q + (int64_t)m * D, k, stride(s), n, scores, next);
+    for (int a = 0; a < M; a++) {
+      int row = b0 + (m + a) / s.share;
+      Range x = range(s, r, row);
+      int from = std::clamp(x.from - t, 0, n), to = std::clamp(x.to - t, 0, n);  // may be empty
+      float factor = DOTS<T> ? s.scale : 1.0f, *own = scores + a * TILE;
+      if (s.cap || s.slopes) {
+        float slope = s.slopes ? s.slopes[g * s.share + (m + a) % s.share] * BASE2 : 0;
+        int distance = r.position + t - (int)s.positions[row];
+        for (int j = 0; j < n; j += LANES) {
+          vec y = load(own + j) * factor;
+          store(own + j, s.cap ? cap(y, s.cap) : y);
+        }
+        for (int j = 0; j < n; j++) own[j] += slope * (distance + j);
+        factor = 1;
+      }
+      few_softmax(own, from, to, n, factor, top[m + a], norm[m + a], sums + a * D, weights + a * TILE);
+    }
+    few_mix<M>(weights, v, stride(s), n, sums, next);
   }
 
   static void run(const Shape& s, const Rotation& rot, const Q* q, int64_t q_row, int64_t q_head, const S* K,

@@ -21,8 +21,6 @@ constexpr float BASE2 = 1.4426950408889634f;  // log2(e)
 #define REGISTER 8
 #endif
 constexpr int LANES = REGISTER;            // floats per vector register
-constexpr int SIDE = LANES == 16 ? 4 : 2;  // adjacent registers per accumulator row
-constexpr int WIDE = 6;  // queries per block: WIDE * SIDE accumulators and their operands fit in registers
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int ivec __attribute__((vector_size(LANES * 4)));
 typedef unsigned uvec __attribute__((vector_size(LANES * 4)));

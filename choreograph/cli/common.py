@@ -19,7 +19,7 @@ ModelOption = Annotated[str, typer.Option(help="A name, a Hub id, a model folder
 DtypeOption = Annotated[Dtype, typer.Option(help="The type to compute in; auto is what suits the machine.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")]
 CompileOption = Annotated[
-    bool, typer.Option("--compile", help="Compile small steps; the first run waits for the compiler.")
+    bool, typer.Option("--compile", help="Run small steps on a GPU as CUDA graphs; compiling takes minutes.")
 ]
 AdapterOption = Annotated[str | None, typer.Option(help="A LoRA adapter to compute with: a folder or a Hub id.")]
 ModeOption = Annotated[Mode, typer.Option(help="choreographed reuses messages anywhere, prefix only prefixes.")]

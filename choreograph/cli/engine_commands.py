@@ -90,7 +90,6 @@ def chat(
     model: common.ModelOption = common.DEFAULT_MODEL,
     mode: common.ModeOption = "choreographed",
     dtype: common.DtypeOption = "auto",
-    compile: common.CompileOption = False,
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
     adapter: common.AdapterOption = None,
     max_tokens: common.MaxTokensOption = 256,
@@ -101,7 +100,7 @@ def chat(
     """Talk to a model; an empty line ends it, /reset starts anew."""
     from ..sampling_params import SamplingParams
 
-    console, engine = make_console(quiet=as_json), open_engine(model, dtype, compile, adapter)
+    console, engine = make_console(quiet=as_json), open_engine(model, dtype, adapter=adapter)
     if engine.chat is None:
         raise ConfigError(f"{engine.model_info.name} has no tokenizer: add tokenizer.json to its folder to talk to it")
     stop = [] if engine.chat.has_template else ["\nUser:", "\nSystem:"]

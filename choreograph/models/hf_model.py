@@ -40,14 +40,6 @@ _SETTING = "_attn_implementation_internal"  # where transformers' property `_att
 _FORWARD_LOCK = threading.RLock()  # the attention setting belongs to the model, which several engines can share
 
 
-def _quantize_int8(model: torch.nn.Module, linears: set[torch.nn.Linear]) -> None:
-    try:
-        from torchao import quantization as torchao
-    except ImportError:
-        raise ConfigError("quantization='int8' needs torchao: pip install 'choreograph[int8]'") from None
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=lambda module, path: module in linears)
-
-
 def _attention(
     module: Any,
     query: Tensor,
@@ -121,7 +113,8 @@ class HFModel:
     adapters: Mapping[str, LoraWeights] = MappingProxyType({})  # of `lora_manager`, by name
     tp_group: TPGroup | None = None  # ranks that share the model; None with one process
     training_model: Any = None  # wrapper that trains the model; None while the weights match the fingerprint
-    compiled: Any = None  # `CompiledForward`, `CudaGraphForward`, or None
+    compiled: Any = None  # `CudaGraphForward`, or None
+    operators: Any = None  # `ModelOperators` on a CPU; None where the layers run as transformers computes them
 
     def __init__(
         self,
@@ -195,16 +188,15 @@ class HFModel:
         """Quantize the weights in place.
 
         Args:
-            scheme: "int8" through torchao, or "int4" in groups of 32 weights (`int4_linear`).
+            scheme: "int4" in groups of 32 weights (`int4_linear`).
         """
         from .kernels.int4_linear import GROUP_SIZE, quantize_layers
 
         self.ensure_single_process(f"quantization={scheme!r}")
-        group_size = GROUP_SIZE if scheme == "int4" else 1
         linears = [
             module
             for module in self.model.modules()
-            if type(module) is torch.nn.Linear and module.in_features % group_size == 0
+            if type(module) is torch.nn.Linear and module.in_features % GROUP_SIZE == 0
         ]
         num_weights, info = sum(module.weight.numel() for module in linears), self.model_info
         if 2 * num_weights < info.parameters:
@@ -212,10 +204,7 @@ class HFModel:
                 f"quantization={scheme!r}: only {num_weights:,} of {info.parameters:,} weights of {info.name} are in "
                 "linear layers of a supported shape; use quantization=None"
             )
-        if scheme == "int4":
-            quantize_layers(self.model, set(linears))
-        else:
-            _quantize_int8(self.model, set(linears))
+        quantize_layers(self.model, set(linears))
         self.model_info = replace(info, fingerprint=f"{info.fingerprint}-{scheme}")
 
     @torch.no_grad()
@@ -236,12 +225,17 @@ class HFModel:
             self.ensure_not_training()
         lora = self.lora_rows(models) if self.adapters else nullcontext(False)
         autocast = torch.autocast(self.model_info.device.type, enabled=False)
-        with self.attention_hook(), autocast, lora as has_adapters, allow_sigint():
+        with self.attention_hook(), self._fast_layers(), autocast, lora as has_adapters, allow_sigint():
             if self.compiled is not None and not has_adapters and not forward_context.saved_hidden:
                 logits = self.compiled(tokens, positions, forward_context, logits_indices)
                 if logits is not None:
                     return logits
             return self.logits(tokens, positions, forward_context, logits_indices).float()
+
+    def _fast_layers(self) -> AbstractContextManager[None]:
+        """Run operators in place of the model's layers inside the block, where there are some."""
+        result: AbstractContextManager[None] = nullcontext() if self.operators is None else self.operators.applied()
+        return result
 
     def prepare_graph(self, forward_context: ForwardContext) -> None:
         """Prepare CUDA graph inputs for a step of the base model."""
@@ -276,6 +270,7 @@ class HFModel:
         layers, device = self.decoder_layers, self.model_info.device
         with (
             self.attention_hook(),
+            self._fast_layers(),
             torch.autocast(device.type, enabled=False),
             self.lora_rows(models),
             layers.restricted_to(start_layer, end_layer),

@@ -74,7 +74,7 @@ def load(
 
     Args:
         dtype: defaults to `default_dtype`.
-        uses_packed_kernels: whether its products will be those of packed weights, which the default type depends on.
+        uses_packed_kernels: whether its weights will have 4 bits, which the default type depends on.
         device_map: as in transformers, in place of `device`.
         tp_plan: as in transformers, in place of `device`.
         max_positions: limit below the model's own.
@@ -273,12 +273,12 @@ def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 def default_dtype(device: torch.device | None, uses_packed_kernels: bool = False) -> torch.dtype:
     """Return bfloat16, or float32 on x86 processors without bfloat16 instructions.
 
-    On those, PyTorch's prefills in bfloat16 take three times as long and decodes are no faster. The kernels of packed
-    weights read bfloat16 and compute in float32 there, which is faster than float32.
+    On those, PyTorch's prefills in bfloat16 take three times as long and decodes are no faster. The kernel of 4-bit
+    weights reads bfloat16 and computes in float32 there.
 
     Args:
         device: None if it is not known yet.
-        uses_packed_kernels: whether steps are compiled, or weights have 4 bits.
+        uses_packed_kernels: whether weights have 4 bits.
     """
     if device is None or device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
         return torch.bfloat16

@@ -93,17 +93,25 @@ class LoraManager:
         finally:
             self._active.clear()
 
+    def is_active(self, path: str) -> bool:
+        """Return whether an adapter of the running batch changes a layer."""
+        return any(path in lora.weights for lora, _ in self._active)
+
+    def apply(self, path: str, x: Tensor, out: Tensor) -> None:
+        """Add to a layer's output, (1, N, F) or (N, F), what the adapters of the running batch change."""
+        for lora, rows in self._active:
+            if path in lora.weights:
+                if out.shape[-2] != self._num_tokens:  # experts get some tokens, in their own order
+                    raise ModelError(
+                        f"adapter {lora.name!r}: {path} gets {out.shape[-2]} of {self._num_tokens} rows of a step: "
+                        "merge it into the weights instead"
+                    )
+                a, b = lora.weights[path]
+                out[..., rows, :] += (x[..., rows, :] @ a.T) @ b.T
+
     def _make_hook(self, path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            for lora, rows in self._active:
-                if path in lora.weights:
-                    if out.shape[-2] != self._num_tokens:  # experts get some tokens, in their own order
-                        raise ModelError(
-                            f"adapter {lora.name!r}: {path} gets {out.shape[-2]} of {self._num_tokens} rows of a step: "
-                            "merge it into the weights instead"
-                        )
-                    a, b = lora.weights[path]
-                    out[..., rows, :] += (args[0][..., rows, :] @ a.T) @ b.T  # (1, N, E), or (N, E)
+            self.apply(path, args[0], out)
             return out
 
         return hook

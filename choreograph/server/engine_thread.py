@@ -109,7 +109,7 @@ class Generation:
 
 
 def load_engine(open_engine: Callable[[], Engine]) -> Engine:
-    """Load an engine and compile its steps, in a thread that ends.
+    """Load an engine and capture its CUDA graphs, in a thread that ends.
 
     The OpenMP threads of the loading thread end with it. Otherwise there would be more of them than cores, and
     libgomp would let those of the engine's thread sleep after every kernel. What was loaded stays: garbage collections

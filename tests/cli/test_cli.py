@@ -167,7 +167,7 @@ IMPORTS = """
 import gc, sys
 from choreograph.cli.common import open_engine
 engine = open_engine({folder!r}, "float32")
-unused = ("transformers.models.bloom", "choreograph.models.compilation.graph_passes", "choreograph.models.gguf.gguf_tokenizer")
+unused = ("transformers.models.bloom", "choreograph.models.compilation", "choreograph.models.gguf.gguf_tokenizer")
 print([name for name in sys.modules if name.startswith(unused)], gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
 

@@ -107,7 +107,7 @@ def refusals(folder):
         "adapter": lambda: one.add_adapter("tuned", "nowhere"),
         "model": lambda: one.add_model("other", llama),
         "share": lambda: one.enable_layer_reuse("base", "other", pattern=[0, 0, 0]),
-        "int8": lambda: engine(folder, "llama", config=options(quantization="int8")),
+        "int4": lambda: engine(folder, "llama", config=options(quantization="int4")),
         "compile": lambda: engine(folder, "llama", config=options(compile=True)),
         "adapters": lambda: engine(folder, "llama", adapters={"tuned": "nowhere"}),
         "device": lambda: engine(folder, "llama", device="cpu"),

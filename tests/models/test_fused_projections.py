@@ -15,8 +15,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.utils.prune import l1_unstructured
 from transformers import AutoModelForCausalLM
 
-from choreograph.models.compilation import cuda_graph, graph_passes
-from choreograph.models.compilation.graph_passes import deduplication_pass
+from choreograph.models.compilation import model_graph
+from choreograph.models.compilation.model_graph import cacheable_pass, deduplicate
+from choreograph.models.kernels import few_row_linear
 from choreograph.models.kernels.fused_projections import fuse, fused_for_tracing
 
 
@@ -150,8 +151,8 @@ def test_a_compiler_makes_one_product_of_them(name, is_cached, monkeypatch):
     if not is_cached:
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
-            assert deduplication_pass() is graph_passes._deduplicate
-        monkeypatch.setattr(cuda_graph, "deduplication_pass", lambda *_, **__: graph_passes._deduplicate)
+            assert cacheable_pass(deduplicate) is deduplicate
+        monkeypatch.setattr(model_graph, "cacheable_pass", lambda change: change)
     model = tiny_models.model() if name == "llama" else random_model(name)
     expected = talk(engine_with(model, use_graphs=False))
     engine = engine_with(model, use_graphs=True, through_compiler=True)
@@ -159,3 +160,8 @@ def test_a_compiler_makes_one_product_of_them(name, is_cached, monkeypatch):
     assert got == expected
     layers = engine.model_info.layers
     assert code.count("extern_kernels.mm(") + code.count("extern_kernels.addmm(") == 4 * layers + 1
+
+
+def test_inductor_caches_a_graph_by_the_pass_that_changed_it():
+    assert cacheable_pass(deduplicate).uuid() == cacheable_pass(deduplicate).uuid()
+    assert cacheable_pass(deduplicate).uuid() != cacheable_pass(few_row_linear.fuse_operators).uuid()

@@ -9,14 +9,24 @@ from helpers.inspect_engine import inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lora import save_adapter
-from test_packed_linear import calls_of, needs_kernel, profile
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
-from choreograph.models.compilation.torch_compile import _TokenMixer
 from choreograph.models.kernels import int4_linear
-from choreograph.models.kernels.int4_linear import Int4Linear, dequantize, pack, quantize, quantize_layers
+from choreograph.models.kernels.int4_linear import (
+    Int4Linear,
+    dequantize,
+    is_kernel_available,
+    linear_dequantized,
+    linear_int4,
+    load_kernel,
+    pack,
+    quantize,
+    quantize_layers,
+)
+
+needs_kernel = pytest.mark.skipif(not is_kernel_available(), reason="the processor has no AVX2 instructions")
 
 SHAPES = {
     "width": st.integers(1, 6).map(lambda groups: 32 * groups),
@@ -36,23 +46,71 @@ def test_packed_weights_keep_values_scales_and_minimums(width, features, seed):
     assert ((expected - weight).abs() <= half_step + 3e-3).all()
 
 
-@needs_kernel
-@settings(max_examples=60, deadline=None)
-@given(rows=st.one_of(st.integers(1, 26), st.sampled_from([191, 192, 193, 205, 400])), has_bias=st.booleans(), **SHAPES)
-def test_products_equal_those_with_dequantized_weights_whatever_the_batch(rows, width, features, has_bias, seed):
+def make_noise(seed: int):
+    """Return a function from a shape to random bfloat16 values."""
     generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator).bfloat16()
 
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
 
-    x, packed, bias = noise(rows, width), pack(*quantize(noise(features, width))), noise(features) if has_bias else None
-    out = torch.ops.choreograph.linear_int4(x, packed, bias, features)
-    expected = linear(x.float(), dequantize(packed, features), None if bias is None else bias.float())
-    assert out.shape == (rows, features) and out.dtype is torch.bfloat16
-    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-3 * width**0.5)
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """The processor's kernel, and that of processors without AVX-512 bfloat16 instructions."""
+    return {"native": load_kernel(), "avx2": load_kernel(tmp_path_factory.mktemp("native"), "-U__AVX512BF16__")}
+
+
+@needs_kernel
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("name", ["native", "avx2"])
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([191, 192, 193, 205, 400])),
+    has_bias=st.booleans(),
+    scale=st.sampled_from([0.01, 1.0, 30.0]),
+    **SHAPES,
+)
+def test_products_equal_those_with_dequantized_weights_whatever_the_batch(
+    kernels, name, is_gated, rows, width, features, has_bias, scale, seed
+):
+    noise, options = make_noise(seed), {"is_gated": is_gated, "kernel": kernels[name]}
+    features = 64 * (features // 64 + 1) if is_gated else features
+    total = features * (1 + is_gated)
+    x, packed, bias = scale * noise(1, rows, width), pack(*quantize(noise(total, width))), noise(total)
+    out = linear_int4(x, packed, bias if has_bias else None, features, **options)
+    expected = linear_dequantized(x.float(), packed, bias.float() if has_bias else None, total)
+    tolerance = {"rtol": 2**-7, "atol": 1e-3 * scale * width**0.5}
+    if is_gated:  # the kernel rounds both factors
+        gate, other = (
+            linear_int4(x, packed, bias if has_bias else None, total, kernel=kernels[name]).float().chunk(2, -1)
+        )
+        torch.testing.assert_close(torch.cat([gate, other], -1), expected, **tolerance)
+        expected, tolerance = silu(gate) * other, {"rtol": 2**-8, "atol": 1e-30}
+    assert out.shape == (1, rows, features) and out.dtype is torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, **tolerance)
     row = seed % rows
-    alone = torch.ops.choreograph.linear_int4(x[row : row + 1], packed, bias, features)
-    assert torch.equal(alone[0], out[row])
+    alone = linear_int4(x[:, row : row + 1], packed, bias if has_bias else None, features, **options)
+    assert torch.equal(alone[0, 0], out[0, row])
+
+
+@needs_kernel
+def test_a_gate_that_is_not_finite_stays_so():
+    x, packed = torch.full((1, 32), torch.inf).bfloat16(), pack(*quantize(torch.ones(128, 32)))
+    assert not linear_int4(x, packed, None, 64, is_gated=True).isfinite().any()
+    assert linear_int4(x * torch.nan, packed, None, 64, is_gated=True).isnan().all()
+
+
+@needs_kernel
+def test_inputs_that_are_not_contiguous():
+    x, packed = torch.randn(1, 64, 5).bfloat16().transpose(1, 2), pack(*quantize(torch.randn(70, 64)))
+    assert torch.equal(linear_int4(x, packed, None, 70), linear_int4(x.contiguous(), packed, None, 70))
+
+
+def test_a_gradient_is_that_of_the_dequantized_weight():
+    model = nn.Sequential(nn.Linear(64, 70).bfloat16())
+    quantize_layers(model, set(model))
+    x = torch.randn(5, 64).bfloat16().requires_grad_()
+    model(x).sum().backward()
+    expected = dequantize(model[0].weight, 70).bfloat16().sum(0).expand(5, 64)
+    torch.testing.assert_close(x.grad, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.125, -3.0])
@@ -87,7 +145,6 @@ def test_without_the_kernel_bfloat16_uses_dequantized_weights(monkeypatch):
     monkeypatch.setattr(int4_linear, "is_kernel_available", lambda: False)
     model = nn.Sequential(nn.Linear(64, 70).bfloat16())
     quantize_layers(model, set(model))
-    assert model[0].packed_projection.operator is int4_linear.linear_dequantized
     x = torch.randn(5, 64).bfloat16()
     expected = linear(x, dequantize(model[0].weight, 70).bfloat16(), model[0].bias)
     assert torch.equal(model(x), expected)
@@ -100,50 +157,23 @@ def test_projections_with_one_input_share_a_weight_where_panels_end_with_layers(
         model.add_module(name, nn.Linear(32, count))
     before = copy.deepcopy(model)
     quantize_layers(model, set(model.children()))
-    projections = [layer.packed_projection for layer in model.children()]
-    assert (projections[0].packed is projections[1].packed) is is_shared
+    layers = list(model.children())
+    assert (layers[0].joint_weight is layers[1].joint_weight) is is_shared
     x = torch.randn(4, 32)
-    for layer, plain, projection in zip(model.children(), before.children(), projections, strict=True):
+    joint = layers[0].joint_weight
+    whole = linear_dequantized(x, joint.packed, joint.bias, joint.features)
+    parts = whole.split(features if is_shared else features[:1], dim=1)
+    assert all(torch.equal(layer(x), part) for layer, part in zip(layers, parts, strict=False))
+    for layer, plain in zip(layers, before.children(), strict=True):
         assert isinstance(layer, Int4Linear)
-        whole = projection.operator(x, projection.packed, projection.bias, projection.features)
-        assert torch.equal(layer(x), whole[:, projection.start : projection.end])
         torch.testing.assert_close(layer(x), plain(x), atol=0.2, rtol=0.1)
+    copied = copy.deepcopy(model)
+    assert copied.q_proj.joint_weight is None and torch.equal(copied.q_proj(x), model.q_proj(x))
 
 
-def tokens_of(engine: Engine, count: int = 1) -> list[list[int]]:
-    with engine.session(seed=0) as session:
-        root = session.prefill(list(range(40)))
-        greedy = SamplingParams(temperature=0, max_tokens=6)
-        messages = [session.decode([i, 3], [root], sampling=greedy) for i in range(count)]
-        return [message.output_token_ids for message in messages]
-
-
-def int4_engine(compile: bool = False) -> Engine:
-    config = EngineConfig(cache=CacheConfig(capacity=1024), compile=compile, quantization="int4")
+def int4_engine() -> Engine:
+    config = EngineConfig(cache=CacheConfig(capacity=1024), quantization="int4")
     return Engine.from_pretrained(tiny_models.build().bfloat16(), config=config)
-
-
-class TokenMixer(_TokenMixer):
-    def pad_to(self, size: int) -> "TokenMixer":
-        return self
-
-
-@needs_kernel
-def test_compiled_steps_equal_eager_ones_and_call_the_kernel_once_per_group():
-    engine = int4_engine(compile=True)
-    engine.warm_up()
-    before, hf_model = engine.stats().num_steps, inspect(engine).hf_model
-    with profile() as profiled:
-        tokens_of(engine, 3)
-    # the logits, since some of the best tokens are nearly equal in bfloat16
-    for size in (1, 20, 40):
-        batch = list(range(size)), list(range(size)), TokenMixer(), [0, size - 1][:size]
-        with torch.no_grad(), hf_model.attention_hook():
-            expected, logits = hf_model.logits(*batch).float(), hf_model.compiled(*batch)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
-    num_groups = len({id(layer.packed_projection.packed) for layer in hf_model.compiled._packed_layers})
-    assert calls_of(profiled, "choreograph::linear_int4") == (engine.stats().num_steps - before) * num_groups
-    assert len(hf_model.compiled._graphs) == 3
 
 
 def test_the_bundled_model_takes_less_memory():

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.graph_stub import boards, engine_with  # noqa: F401
 from helpers.hypothesis_profile import many
 from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
@@ -285,8 +286,10 @@ def test_parts_borrowed_and_released_messages_have_versions(engine, merged):
     assert tokens == wanted and heard == pytest.approx(expected, abs=1e-4)
 
 
-def test_compiled_steps_are_of_the_base_model(folders, merged):
-    engine = serve(folders, compile=True, compile_sizes=(4,))
+@pytest.mark.usefixtures("boards")
+def test_recorded_steps_are_of_the_base_model(folders, merged):
+    engine = engine_with(tiny_models.build(), use_graphs=True, tokens=2048)
+    engine.add_adapter("a", folders["a"])
     with engine.session() as session:
         plain, adapted = debate(session)[-1].tokens, debate(session, model="a")[-1].tokens
     for name, tokens in (("base", plain), ("a", adapted)):

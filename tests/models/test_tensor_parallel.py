@@ -134,7 +134,7 @@ WHY = {
     "adapters": ("ConfigError", "LoRA adapter"),
     "model": ("ConfigError", "second model"),
     "share": ("ConfigError", "layer reuse"),
-    "int8": ("ConfigError", "quantization"),
+    "int4": ("ConfigError", "quantization"),
     "compile": ("ConfigError", "compile=True"),
     "device": ("ConfigError", "give one of them"),
     "heads": ("ModelError", "1 key-value heads cannot be divided among 2 processes"),

@@ -7,7 +7,7 @@ from benchmarks.load import fitted_slope, measure
 
 @pytest.mark.parametrize("seconds", [5, pytest.param(10, marks=pytest.mark.slow)])
 def test_no_request_is_lost_and_nothing_is_left_under_load(talker_folder, seconds):
-    result = measure(talker_folder, seconds=seconds, clients=16, compile=False, dtype="float32", max_tokens=24)
+    result = measure(talker_folder, seconds=seconds, clients=16, dtype="float32", max_tokens=24)
     counts = result["counts"]
     assert not result["errors"] and counts.get("lost", 0) == 0
     assert counts["completed"] > 0 and counts["aborted"] > 0

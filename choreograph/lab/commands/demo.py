@@ -169,7 +169,6 @@ def _print_comparison(
 def demo(
     model: common.ModelOption = common.DEFAULT_MODEL,
     dtype: common.DtypeOption = "auto",
-    compile: common.CompileOption = False,
     branches: Annotated[int, typer.Option(min=1, help="Solutions to branch into.")] = 8,
     voters: Annotated[int, typer.Option(min=1, help="Votes on the best solution.")] = 4,
     pairs: Annotated[int, typer.Option(min=1, help="How often to time both modes.")] = 3,
@@ -182,7 +181,7 @@ def demo(
     """Compare Tree of Thoughts in prefix mode and choreographed, on equal tokens."""
     console = make_console(quiet=as_json)
     with console.status("loading the model") if console.is_terminal else nullcontext():
-        engine = common.open_engine(model, dtype, compile)
+        engine = common.open_engine(model, dtype)
     numbers = run_demo(engine, console, branches=branches, voters=voters, pairs=pairs, svg_path=svg, seed=seed)
     if as_json:
         print(json.dumps(numbers))

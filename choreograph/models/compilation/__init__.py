@@ -1,1 +1,1 @@
-"""Compiled steps."""
+"""CUDA graphs of steps."""

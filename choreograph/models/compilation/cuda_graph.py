@@ -23,8 +23,7 @@ from ...attention.triton_partition import TileMetadata, partition
 from ..hf_model import HFModel
 from ..kernels.few_row_linear import MAX_FEW_ROWS, few_rows_for_tracing, fuse_operators
 from ..kernels.fused_projections import FusionGroup, fuse, fused_for_tracing, unfuse
-from .graph_passes import deduplication_pass
-from .torch_compile import compile_cache, compile_model, use_forward_context
+from .model_graph import compile_model, deduplicate, use_forward_context
 
 NUM_SIZE_BUCKETS = 4  # each bucket has four times the capacity of the one before
 
@@ -230,7 +229,6 @@ class CudaGraphForward:
         use_compiler: bool = True,
     ) -> None:
         self.sizes = tuple(sorted({max(2, size) for size in sizes}))  # a trace of one token would serve no other size
-        self.warm_up_sizes = self.sizes
         self._hf_model, self._capturer = hf_model, capturer or GraphCapturer()
         self._compiled: dict[bool, CompiledModel] = {}  # by whether it serves few rows only
         self._fused_groups: list[FusionGroup] = []
@@ -373,7 +371,7 @@ class CudaGraphForward:
         traces_few_rows = is_few and bool(self._compiled)
         groups = self._fused_groups
         changes = few_rows_for_tracing(self._hf_model.model, groups) if traces_few_rows else fused_for_tracing(groups)
-        with compile_cache(), changes:
+        with changes:
             return context, self._capturer(run)
 
 
@@ -388,10 +386,8 @@ def _shared_compiled_model(hf_model: HFModel, few_rows: bool) -> CompiledModel:
     reference = by_rows.get(few_rows)
     compiled = reference() if reference is not None else None
     if compiled is None:
-        name, graph_pass = ("forward_few", fuse_operators) if few_rows else ("forward_graphed", None)
-        compiled = compile_model(
-            hf_model, name, dynamic=True, graph_pass=deduplication_pass(graph_pass, graph_name=name)
-        )
+        name, change = ("forward_few", fuse_operators) if few_rows else ("forward_graphed", deduplicate)
+        compiled = compile_model(hf_model.model, name, change)
         by_rows[few_rows] = ref(compiled)
     assert compiled is not None
     return compiled

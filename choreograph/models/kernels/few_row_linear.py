@@ -11,7 +11,7 @@ While a model is traced, its linear layers, norms and SiLU activations are opera
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,17 +22,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..compilation.graph_passes import (
-    GATED_OPERATORS,
-    MERGEABLE_OPERATORS,
-    Node,
-    forwards_for_tracing,
-    fuse_gating,
-    is_silu,
-    replace_node,
-    silu_forward,
-)
-from .fused_projections import FusedWeight, FusionGroup, fused_for_tracing
+from ..compilation.model_graph import Node, deduplicate
+from .fused_projections import FusedWeight, FusionGroup, forwards_for_tracing, fused_for_tracing
 
 MAX_FEW_ROWS = 16  # rows of the kernel's tile
 
@@ -57,6 +48,7 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 _library.define("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor")
+_library.define("silu(Tensor input) -> Tensor")
 
 
 @triton.jit
@@ -222,6 +214,7 @@ def _register() -> None:
                 x, weight, bias, residual, norm_weight=norm_weight
             ),
             "rms_norm": lambda x, weight, eps: functional.rms_norm(x, weight.shape, weight, eps),
+            "silu": lambda x: functional.silu(x).contiguous(),
         }
         for name, function in implementations.items():
             _library.impl(name, function, device)
@@ -230,17 +223,13 @@ def _register() -> None:
         "few_row_gated": lambda x, weight, *_: _output_shapes(x, len(weight) // 2)[0],
         "few_row_residual": lambda x, weight, *_: _output_shapes(x, len(weight)),
         "rms_norm": lambda x, *_: x.new_empty(x.shape),
+        "silu": lambda x: x.new_empty(x.shape),
     }
     for name, function in shapes.items():
         torch.library.register_fake(f"choreograph::{name}", function, lib=_library)
 
 
 _register()
-MERGEABLE_OPERATORS.add(_OWN.few_row_linear.default)
-GATED_OPERATORS[_OWN.few_row_linear.default] = lambda input, weight, bias, *_: (
-    _OWN.few_row_gated.default,
-    (input, weight, bias, None, 0.0),
-)
 
 
 @contextmanager
@@ -288,25 +277,63 @@ def is_rms_norm(module: Any) -> bool:
     return torch.allclose(module(sample).float(), expected, rtol=2e-2, atol=2e-2)
 
 
+def is_silu(module: nn.Module) -> bool:
+    """Whether a module is the activation that `_fuse_gating` looks for."""
+    return type(module).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _silu_forward(_: nn.Module, input: Tensor) -> Tensor:
+    result: Tensor = _OWN.silu(input)
+    return result
+
+
 FORWARDS = (
     (lambda module: type(module) is nn.Linear and type(module.weight.data) is Tensor, _linear_forward),
     (is_rms_norm, _norm_forward),
-    (is_silu, silu_forward),
+    (is_silu, _silu_forward),
 )
 
 
 def fuse_operators(graph: torch.fx.Graph) -> None:
-    """Merge norms, gating and residuals into the products that surround them."""
+    """Merge norms, gating and residuals into the products that surround them.
+
+    Equal products, such as those of a fused projection, are computed once.
+    """
+    deduplicate(graph, _OWN.few_row_linear.default)
     nodes: list[Node] = list(graph.nodes)
     for node in nodes:
         if node.target is _ATEN.slice.Tensor and _is_whole(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    fuse_gating(graph)
-    for target, fuse in ((_OWN.few_row_linear.default, _fuse_residual), (_OWN.rms_norm.default, _fuse_norm)):
+    for target, fuse in (
+        (_OWN.silu.default, _fuse_gating),
+        (_OWN.few_row_linear.default, _fuse_residual),
+        (_OWN.rms_norm.default, _fuse_norm),
+    ):
         for node in list(graph.nodes):
             if node.target is target:
                 fuse(graph, node)
+
+
+def _fuse_gating(graph: torch.fx.Graph, silu: Node) -> None:
+    """Merge `silu(product[..., :F]) * product[..., F:]`, if nothing else reads the product."""
+    (gate,), users = silu.args, list(silu.users)
+    if len(users) != 1 or users[0].target is not _ATEN.mul.Tensor or not _is_half(gate, first=True):
+        return
+    (times,), product = users, gate.args[0]
+    other: Node = next((arg for arg in times.args if arg is not silu), None)
+    parts = {silu: gate, times: other}
+    if (
+        not _is_half(other, first=False)
+        or other.args[0] is not product
+        or product.target is not _OWN.few_row_linear.default
+        or set(product.users) != {gate, other}
+        or any(list(part.users) != [user] for user, part in parts.items())
+    ):
+        return
+    with graph.inserting_before(times):
+        fused = graph.call_function(_OWN.few_row_gated.default, (*product.args[:3], None, 0.0))
+    _replace_node(graph, times, fused, erased=(silu, gate, other, product))
 
 
 def _fuse_norm(graph: torch.fx.Graph, norm: Node) -> None:
@@ -331,7 +358,7 @@ def _fuse_norm(graph: torch.fx.Graph, norm: Node) -> None:
     for user in users:
         user.args = (scaled, *user.args[1:-2], squares, eps)
     graph.erase_node(norm)
-    replace_node(graph, hidden, out)
+    _replace_node(graph, hidden, out)
 
 
 def _fuse_residual(graph: torch.fx.Graph, product: Node) -> None:
@@ -343,7 +370,25 @@ def _fuse_residual(graph: torch.fx.Graph, product: Node) -> None:
         return
     with graph.inserting_before(users[0]):
         fused = graph.call_function(product.target, (*product.args[:3], residual, *product.args[4:]))
-    replace_node(graph, users[0], fused, erased=(product,))
+    _replace_node(graph, users[0], fused, erased=(product,))
+
+
+def _replace_node(graph: torch.fx.Graph, old: Node, new: Node, erased: Sequence[Node] = ()) -> None:
+    """Replace a node; also erase nodes that only it has read."""
+    new.meta.update(old.meta)
+    old.replace_all_uses_with(new)
+    for node in (old, *erased):
+        graph.erase_node(node)
+
+
+def _is_half(node: Any, *, first: bool) -> bool:
+    """Whether a node is one half of its input's last dimension."""
+    if getattr(node, "target", None) is not _ATEN.slice.Tensor:
+        return False
+    source, dim, start, end = (*node.args, *(None,) * 4)[:4]
+    size, rank = source.meta["val"].shape[-1], source.meta["val"].ndim
+    bounds = (start or 0, min(size if end is None else end, size))
+    return dim in (-1, rank - 1) and bounds == ((0, size // 2) if first else (size // 2, size))
 
 
 def _is_whole(node: Node) -> bool:

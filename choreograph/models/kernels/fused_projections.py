@@ -3,20 +3,19 @@
 A step of few tokens is bound by reading weights, and three small matmuls read them more slowly than one
 large one. The weights of such projections are concatenated in place (parameters become views), so eager
 execution and `state_dict()` are unchanged. While a model is traced, each projection is a slice of the
-fused matmul, which a graph pass deduplicates (`graph_passes`).
+fused matmul, which a graph pass deduplicates (`model_graph`).
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
-
-from ..compilation.graph_passes import forwards_for_tracing
 
 FUSABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # children of a module, called with the same input
 
@@ -80,6 +79,18 @@ def fused_for_tracing(
             unfuse([group])
     with forwards_for_tracing([(part, forward) for part in fused]):
         yield
+
+
+@contextmanager
+def forwards_for_tracing(forwards: Sequence[tuple[nn.Module, Callable[..., Tensor]]]) -> Iterator[None]:
+    """Replace the forward methods of modules inside the block."""
+    for module, forward in forwards:
+        module.forward = MethodType(forward, module)
+    try:
+        yield
+    finally:
+        for module, _ in forwards:
+            vars(module).pop("forward", None)
 
 
 def unfuse(groups: Iterable[FusionGroup]) -> None:

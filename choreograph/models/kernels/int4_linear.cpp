@@ -113,7 +113,7 @@ void product(const element* x, int64_t in, const float* sums, const Group* panel
       for (int i = 0; i < 4; i++)
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
-          if (PARTS > 1 && M == WIDE) asm("" ::: "memory");  // as in packed_linear.cpp
+          if (PARTS > 1 && M == WIDE) asm("" ::: "memory");  // load the words again: sums need all other registers
           operand y[N];
           for (int n = 0; n < N; n++)
             y[n] = UNPACKED ? part_of(load_words(values + n * PAIRS + 4 * q + i), part)
@@ -181,10 +181,3 @@ extern "C" void choreograph_linear_int4(const bf16* x, int64_t rows, int64_t in,
     });
   });
 }
-
-#ifdef WITH_OPERATOR
-using Packed = Group;
-#define KERNEL choreograph_linear_int4
-#define OPERATOR "linear_int4"
-#include "packed_operator.h"
-#endif

@@ -6,37 +6,88 @@ multiplies bfloat16 activations by the packed weights; elsewhere and in other dt
 product, which is slow.
 """
 
-from collections.abc import Container
+import ctypes
+from collections.abc import Container, Sequence
 from functools import cache
-from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Float16, UInt8
+from jaxtyping import BFloat16, Float, Float16, UInt8
+from platformdirs import user_cache_path
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from ...attention.cpp_backend import BackendUnavailableError
+from ...attention.cpp_backend import BackendUnavailableError, compile_library, has_avx2
 from .fused_projections import FUSABLE, is_fusable
-from .packed_linear import OPERATOR_ARGUMENTS, PANEL, PackedProjection, load_operator, operator_library, register_packed
 
 GROUP_SIZE = 32  # weights that share a scale and a minimum
+PANEL = 64  # output features that the kernel computes together; as in packed_panels.h
 _VALUE_BYTES = PANEL * GROUP_SIZE // 2  # of a group of each feature of a panel
 _GROUP_BYTES = _VALUE_BYTES + 2 * 2 * PANEL  # with scales and minimums
-
-for _suffix in ("", "_gated"):
-    operator_library.define(f"linear_int4{_suffix}{OPERATOR_ARGUMENTS}")
-register_packed("linear_int4")
 
 
 @cache
 def is_kernel_available() -> bool:
-    """Load the kernel behind `torch.ops.choreograph.linear_int4`; build if missing."""
+    """Whether the kernel can be built, or is, and runs here."""
     try:
-        load_operator("int4_linear.cpp", "linear_int4")
+        load_kernel()
     except BackendUnavailableError:
         return False
     return True
+
+
+@cache
+def load_kernel(folder: Path | None = None, *extra_flags: str) -> Any:
+    """Return the kernel's function; build it in `folder` if missing.
+
+    Args:
+        folder: defaults to the user's cache.
+        extra_flags: of the compiler.
+
+    Raises:
+        BackendUnavailableError: without AVX2 instructions or a compiler.
+    """
+    if not has_avx2():
+        raise BackendUnavailableError("the processor has no AVX2 instructions")
+    sources = [Path(__file__).with_name(name) for name in ("int4_linear.cpp", "packed_panels.h")]
+    folder = folder or user_cache_path("choreograph") / "native"
+    try:
+        library = ctypes.CDLL(str(compile_library("int4_linear", sources, ("-std=c++20", *extra_flags), folder)))
+    except OSError as exc:
+        raise BackendUnavailableError(str(exc)) from None
+    kernel = library.choreograph_linear_int4
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = (pointer, number, number, pointer, pointer, pointer, number, number, ctypes.c_bool)
+    kernel.restype = None
+    return kernel
+
+
+def linear_int4(
+    input: BFloat16[Tensor, "*n E"],
+    packed: UInt8[Tensor, "P G bytes"],
+    bias: BFloat16[Tensor, "F"] | None,
+    features: int,
+    *,
+    is_gated: bool = False,
+    kernel: Any = None,
+) -> BFloat16[Tensor, "*n out"]:
+    """Multiply by a packed weight with the kernel.
+
+    Args:
+        features: output features, of the result.
+        is_gated: the result is SiLU of the first half of the product times the second; `features`, half of the
+            weight's, are a multiple of 64.
+        kernel: defaults to that of this processor.
+    """
+    input = input.contiguous()
+    width = input.shape[-1]
+    out = input.new_empty((*input.shape[:-1], features))
+    (kernel or load_kernel())(
+        *(input.data_ptr(), input.numel() // width, width, packed.data_ptr()),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr(), features, torch.get_num_threads(), is_gated),
+    )
+    return out
 
 
 def quantize(
@@ -91,28 +142,41 @@ def linear_dequantized(input: Tensor, packed: Tensor, bias: Tensor | None, featu
     return linear(input, dequantize(packed, features).to(input.dtype), bias)
 
 
+class JointWeight(NamedTuple):
+    """Packed weight of all projections with one input, one after the other."""
+
+    packed: Tensor  # (P, G, bytes)
+    bias: Tensor | None  # (F,)
+    features: int  # F, output features of all projections
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Drop the joint weight: a copied model has its own weights."""
+
+
 class Int4Linear(nn.Linear):
     """Linear layer with a packed 4-bit weight."""
 
-    packed_projection: PackedProjection  # the group's weight, for graphs
+    joint_weight: JointWeight | None  # of which `weight` is a view; one object for all projections of a group
 
-    def __init__(self, layer: nn.Linear, weight: UInt8[Tensor, "P G bytes"]) -> None:
+    def __init__(self, layer: nn.Linear, weight: UInt8[Tensor, "P G bytes"], joint_weight: JointWeight) -> None:
         """Take the shape and bias of `layer`; its packed weight is given."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = layer.bias
+        self.joint_weight = joint_weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply by this layer's weight."""
-        out: Tensor = self.packed_projection.operator(input, self.weight, self.bias, self.out_features)
-        return out
+        """Multiply by this layer's weight; gradients need it dequantized."""
+        is_plain = input.dtype is torch.bfloat16 and input.is_cpu and not input.requires_grad
+        has_kernel = is_plain and is_kernel_available()
+        return (linear_int4 if has_kernel else linear_dequantized)(input, self.weight, self.bias, self.out_features)
 
 
 def quantize_layers(model: nn.Module, layers: Container[nn.Module]) -> None:
     """Replace linear layers, whose input features are multiples of 32.
 
-    Projections with one input share a packed weight that graphs multiply by once.
+    Weights of projections with one input follow one another in memory, so that one product can compute them all.
     """
     for module in list(model.modules()):
         children: dict[str, Any] = {name: child for name, child in module.named_children() if child in layers}
@@ -125,7 +189,7 @@ def quantize_layers(model: nn.Module, layers: Container[nn.Module]) -> None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _quantize_group(parts: list[nn.Linear]) -> list[Int4Linear]:
+def _quantize_group(parts: Sequence[nn.Linear]) -> list[Int4Linear]:
     """Quantize layers with one input.
 
     Their packed weights are views of one tensor if panels end with layers.
@@ -135,13 +199,6 @@ def _quantize_group(parts: list[nn.Linear]) -> list[Int4Linear]:
     if any(count % PANEL for count in features[:-1]):
         return [layer for part in parts for layer in _quantize_group([part])]
     packed = [pack(*quantize(part.weight.detach())) for part in parts]
-    weight = nn.Parameter(torch.cat(packed), requires_grad=False)
-    bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-    layers = [Int4Linear(part, view) for part, view in zip(parts, weight.split([len(p) for p in packed]), strict=True)]
-    has_kernel = parts[0].weight.dtype is torch.bfloat16 and parts[0].weight.is_cpu and is_kernel_available()
-    operator = torch.ops.choreograph.linear_int4 if has_kernel else linear_dequantized
-    total = sum(features)
-    for layer, end in zip(layers, accumulate(features), strict=True):
-        projection = PackedProjection(operator, weight, bias, total, end - layer.out_features, end)
-        vars(layer)["packed_projection"] = projection  # no registered parameter: `state_dict()` has each weight once
-    return layers
+    joint_weight = JointWeight(torch.cat(packed), torch.cat(biases) if biases else None, sum(features))
+    weights = joint_weight.packed.split([len(part) for part in packed])
+    return [Int4Linear(part, weight, joint_weight) for part, weight in zip(parts, weights, strict=True)]

@@ -1,0 +1,1 @@
+"""Operators of decoder layers on CPUs."""

@@ -1,0 +1,202 @@
+"""Decoder layers of the Llama type, run through a few operators on CPUs.
+
+A layer of these families is: a norm, query, key and value projections (perhaps with norms of the heads), rotation,
+attention, an output projection, and a gated MLP behind another norm; in Gemma, norms follow both blocks too. The weights
+stay the model's own parameters, so quantization aside nothing is copied, and adapters, training and saving see the same
+model. The layers' own forward methods are the oracle of these operators, and run wherever they do not apply.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+from ..lora import LoraManager
+from .library import GELU, PLAIN, SILU, LinearOperator, NormOperator, load_kernels
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")  # transformers' `model_type`
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+_LAYER_MODULES = {*_NORMS, *_GEMMA_NORMS, "self_attn", "mlp", "resid_attn_dropout", "resid_mlp_dropout"}
+_ATTENTION_MODULES = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
+_MLP_MODULES = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
+
+
+class UnrecognizedLayerError(Exception):
+    """Error for a layer that the operators do not cover."""
+
+
+class Projection:
+    """Linear layers with one input, and the adapters of a step.
+
+    Args:
+        paths: module paths of the layers, by which adapters name them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Linear],
+        paths: Sequence[str],
+        lora: LoraManager | None,
+        norm: NormOperator | None = None,
+        mode: int = PLAIN,
+    ) -> None:
+        self.fused = LinearOperator(layers, norm, mode)
+        self._product = self.fused if norm is None and mode == PLAIN else LinearOperator(layers)
+        self._layers, self._paths, self._lora, self._norm, self._mode = layers, paths, lora, norm, mode
+
+    def refresh(self) -> None:
+        """Read the addresses of the parameters again."""
+        self.fused.refresh()
+        if self._product is not self.fused:
+            self._product.refresh()
+
+    def __call__(self, x: Float[Tensor, "1 N E"], residual: Float[Tensor, "1 N F"] | None = None) -> Tensor:
+        """Return the output, (1, N, F), added to `residual` if there is one."""
+        if self._lora is None or not any(self._lora.is_active(path) for path in self._paths):
+            return self.fused(x, residual)
+        x = x if self._norm is None else self._norm(x)
+        out, start = self._product(x), 0
+        for layer, path in zip(self._layers, self._paths, strict=True):
+            self._lora.apply(path, x, out[..., start : start + layer.out_features])
+            start += layer.out_features
+        if self._mode != PLAIN:
+            out = gate(out, self._mode)
+        return out if residual is None else residual + out
+
+
+def gate(x: Float[Tensor, "*n 2F"], mode: int) -> Float[Tensor, "*n F"]:
+    """Multiply the activation of the first half of the features by the second half."""
+    width = x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], width)
+    num_rows = out.numel() // width
+    load_kernels(x.dtype).gate(mode, x.data_ptr(), num_rows, width, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+class LayerOperators:
+    """Forward pass of one decoder layer.
+
+    Raises:
+        UnrecognizedLayerError: if the layer has other parts.
+    """
+
+    def __init__(self, layer: nn.Module, path: str, lora: LoraManager | None) -> None:
+        attention, mlp = _part(layer, "self_attn"), _part(layer, "mlp")
+        _check_modules(layer, _LAYER_MODULES)
+        _check_modules(attention, _ATTENTION_MODULES)
+        _check_modules(mlp, _MLP_MODULES)
+        modules = dict(layer.named_children())
+        is_gemma = _GEMMA_NORMS[0] in modules
+        norms = [recognize_norm(_part(layer, name)) for name in (*_NORMS, *(_GEMMA_NORMS if is_gemma else ()))]
+        self._post_norms = (norms[1], norms[3]) if is_gemma else None
+
+        def project(parent: Any, name: str, fused: str, parts: Sequence[str], **options: Any) -> Projection:
+            names = (fused,) if hasattr(parent, fused) else parts
+            linears = [_linear(_part(parent, part)) for part in names]
+            return Projection(linears, [f"{path}.{name}.{part}" for part in names], lora, **options)
+
+        self._qkv = project(attention, "self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj"), norm=norms[0])
+        self._output = project(attention, "self_attn", "o_proj", ())
+        mode = _activation_mode(getattr(mlp, "act_fn", None) or mlp.activation_fn)
+        self._gated = project(
+            mlp, "mlp", "gate_up_proj", ("gate_proj", "up_proj"), norm=norms[2 if is_gemma else 1], mode=mode
+        )
+        self._down = project(mlp, "mlp", "down_proj", ())
+        self._layer_index, self._scale, self._head_dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self._num_heads = self._output.fused.in_features // self._head_dim
+        self._num_kv_heads = (self._qkv.fused.features // self._head_dim - self._num_heads) // 2
+        head_norms = [
+            recognize_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)
+        ]
+        self._head_norms = head_norms
+        self._head_norm_addresses: list[int | None] = [norm.address for norm in head_norms] or [None, None]
+        if head_norms and any(len(getattr(attention, name).weight) != self._head_dim for name in ("q_norm", "k_norm")):
+            raise UnrecognizedLayerError("its query and key norms are not of single heads")
+        self._rotate = load_kernels(attention.o_proj.weight.dtype).rotate
+        self._norms = norms
+
+    def refresh(self) -> None:
+        """Read the addresses of the parameters again."""
+        for projection in (self._qkv, self._output, self._gated, self._down):
+            projection.refresh()
+        for norm in (*self._norms, *self._head_norms):
+            norm.refresh()
+
+    def __call__(
+        self, hidden_states: Float[Tensor, "1 N E"], *, position_embeddings: tuple[Tensor, Tensor], step: Any, **_: Any
+    ) -> Float[Tensor, "1 N E"]:
+        """Compute the layer; attention through `step.attend`."""
+        query, key, value = self._project(hidden_states, *position_embeddings)
+        attended = step.attend(self._layer_index, query, key, value, self._scale, None).flatten(2)
+        if self._post_norms is None:
+            hidden = self._output(attended, hidden_states)
+            return self._down(self._gated(hidden), hidden)
+        attention_norm, mlp_norm = self._post_norms
+        hidden = attention_norm(self._output(attended), hidden_states)
+        return mlp_norm(self._down(self._gated(hidden)), hidden)
+
+    def _project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Return queries (1, H, N, D), keys and values (1, G, N, D), rotated."""
+        joint, heads, kv_heads = self._qkv(hidden), self._num_heads, self._num_kv_heads
+        cos, sin = cos.contiguous(), sin.contiguous()
+        num_rows, width = joint.shape[1:]
+        self._rotate(
+            *(joint.data_ptr(), num_rows, width, heads, kv_heads, self._head_dim),
+            *(*self._head_norm_addresses, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], torch.get_num_threads()),
+        )
+        by_head = joint.unflatten(-1, (heads + 2 * kv_heads, self._head_dim)).transpose(1, 2)
+        return by_head[:, :heads], by_head[:, heads : heads + kv_heads], by_head[:, heads + kv_heads :]
+
+
+def recognize_norm(module: Any) -> NormOperator:
+    """Return the operator of an RMS norm; its name and a sample tell which.
+
+    Raises:
+        UnrecognizedLayerError: if it computes something else.
+    """
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or type(weight) is not nn.Parameter or weight.ndim != 1 or not eps:
+        raise UnrecognizedLayerError(f"{type(module).__name__} is no RMS norm that is known")
+    sample = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1).to(weight.dtype)
+    expected = module(sample).float()
+    for adds_one in (False, True):
+        operator = NormOperator(module, float(eps), adds_one)
+        if torch.allclose(operator(sample).float(), expected, rtol=1e-2, atol=1e-5):
+            return operator
+    raise UnrecognizedLayerError(f"{type(module).__name__} computes something else than an RMS norm")
+
+
+def _activation_mode(activation: Callable[[Tensor], Tensor]) -> int:
+    sample = torch.linspace(-4, 4, 65)
+    for mode, expected in ((SILU, silu(sample)), (GELU, gelu(sample, approximate="tanh"))):
+        if torch.allclose(activation(sample), expected, atol=1e-5):
+            return mode
+    raise UnrecognizedLayerError(f"its activation {type(activation).__name__} is neither SiLU nor GELU with tanh")
+
+
+def _part(parent: nn.Module, name: str) -> Any:
+    module = getattr(parent, name, None)
+    if module is None:
+        raise UnrecognizedLayerError(f"{type(parent).__name__} has no {name}")
+    return module
+
+
+def _check_modules(parent: nn.Module, known: set[str]) -> None:
+    unknown = {name for name, _ in parent.named_children()} - known
+    if unknown:
+        raise UnrecognizedLayerError(f"{type(parent).__name__} has other parts: {', '.join(sorted(unknown))}")
+
+
+def _linear(layer: Any) -> nn.Linear:
+    parameters = [layer.weight, layer.bias] if type(layer) is nn.Linear else []
+    if not parameters or any(
+        p is not None and (type(p) is not nn.Parameter or type(p.data) is not Tensor or not p.is_contiguous())
+        for p in parameters
+    ):
+        raise UnrecognizedLayerError(f"{type(layer).__name__} is no plain linear layer")
+    return layer

@@ -1,0 +1,156 @@
+"""C++ operators of decoder layers, compiled on demand, and their Python signatures."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from platformdirs import user_cache_path
+from torch import Tensor, nn
+
+from ...attention import cpp_backend
+from ...attention.cpp_backend import BackendUnavailableError, compile_library
+
+DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
+PLAIN, SILU, GELU = range(3)  # what a linear operator does behind the product; as in operators.cpp
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = {  # as in operators.cpp
+    "linear": (*(_POINTER, _LONG, _POINTER, _LONG), *(_POINTER, _LONG, _LONG), *(_POINTER, _POINTER, _LONG)),
+    "norm": (*(_POINTER, _POINTER, _LONG, _LONG), *(_POINTER, _POINTER, _LONG)),
+    "gate": (_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG),
+    "rotate": (*(_POINTER, _LONG, _LONG), *(_LONG, _LONG, _LONG), *(_POINTER,) * 4, _LONG, _LONG),
+}
+
+
+class _Part(ctypes.Structure):
+    """Weight and bias of a linear layer (C++ `Part`)."""
+
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("features", _LONG))
+
+
+class _Norm(ctypes.Structure):
+    """RMS norm (C++ `Norm`)."""
+
+    _fields_ = (("weight", _POINTER), ("eps", ctypes.c_float), ("adds_one", ctypes.c_int32))
+
+
+class Kernels(NamedTuple):
+    """Functions of the library for one dtype."""
+
+    linear: Any
+    norm: Any
+    gate: Any
+    rotate: Any
+
+
+@cache
+def load_kernels(dtype: torch.dtype) -> Kernels:
+    """Load the operators of a dtype; build the library if missing.
+
+    Raises:
+        BackendUnavailableError: if the dtype is not supported, or the library cannot be built or loaded.
+    """
+    if dtype not in DTYPES:
+        raise BackendUnavailableError(f"type {dtype} is not float32 or bfloat16")
+    attention = Path(cpp_backend.__file__).parent
+    sources = [Path(__file__).with_name("operators.cpp"), attention / "cpp_vector.h"]
+    folder = user_cache_path("choreograph") / "native"
+    try:
+        library = ctypes.CDLL(str(compile_library("operators", sources, (f"-I{attention}",), folder)))
+    except OSError as exc:
+        raise BackendUnavailableError(str(exc)) from None
+    functions = []
+    for name, argtypes in _ARGUMENTS.items():
+        function = library[f"choreograph_{name}_{DTYPES[dtype]}"]
+        function.argtypes, function.restype = argtypes, None
+        functions.append(function)
+    return Kernels(*functions)
+
+
+class NormOperator:
+    """RMS norm of the last dimension.
+
+    Args:
+        adds_one: factors are 1 + weight, as in Gemma's norms.
+    """
+
+    def __init__(self, module: nn.Module, eps: float, adds_one: bool) -> None:
+        self._module = module
+        self._struct = _Norm(None, eps, adds_one)
+        self.address = ctypes.addressof(self._struct)
+        weight: Any = module.weight
+        self._kernels = load_kernels(weight.dtype)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the addresses of the parameters again, which callers can replace between steps."""
+        weight = self._module._parameters["weight"]
+        assert weight is not None
+        self._struct.weight = weight.data_ptr()
+
+    def __call__(self, x: Float[Tensor, "*n E"], residual: Float[Tensor, "*n E"] | None = None) -> Tensor:
+        """Return the norm of x, added to `residual` if there is one."""
+        x, width = x.contiguous(), x.shape[-1]
+        out = torch.empty_like(x)
+        residual_ptr = None if residual is None else residual.contiguous().data_ptr()
+        rows = x.numel() // width
+        self._kernels.norm(
+            self.address, x.data_ptr(), rows, width, residual_ptr, out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+
+class LinearOperator:
+    """Linear layers with one input, and what surrounds them.
+
+    Args:
+        layers: their outputs are concatenated, or combined as `mode` says.
+        norm: of the input.
+        mode: PLAIN; SILU and GELU apply the activation to the first half of the output features, and multiply it by the
+            second half.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], norm: NormOperator | None = None, mode: int = PLAIN) -> None:
+        self._layers, self.norm, self._mode = layers, norm, mode
+        features = [layer.out_features for layer in layers]
+        if mode != PLAIN and len(features) == 1:  # a joint projection
+            features = [features[0] // 2] * 2
+        self.features = sum(features) if mode == PLAIN else features[0]  # of the output
+        self.in_features = layers[0].in_features
+        self._parts = (_Part * len(features))(*(_Part(None, None, count) for count in features))
+        self._kernels = load_kernels(layers[0].weight.dtype)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the addresses of the parameters again, which callers can replace between steps."""
+        weights = [layer._parameters["weight"] for layer in self._layers]
+        biases = [layer._parameters["bias"] for layer in self._layers]
+        for part, weight, bias in zip(self._parts, weights, biases, strict=False):
+            assert weight is not None
+            part.weight, part.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        if len(self._parts) > len(weights):
+            first, second = self._parts
+            assert weights[0] is not None
+            size = weights[0].element_size() * first.features
+            second.weight = first.weight + size * self.in_features
+            second.bias = None if first.bias is None else first.bias + size
+        if self.norm is not None:
+            self.norm.refresh()
+
+    def __call__(
+        self, x: Float[Tensor, "*n E"], residual: Float[Tensor, "*n F"] | None = None
+    ) -> Float[Tensor, "*n F"]:
+        """Return the output, added to `residual` if there is one."""
+        x = x.contiguous()
+        rows = x.numel() // self.in_features
+        out = x.new_empty(*x.shape[:-1], self.features)
+        self._kernels.linear(
+            *(self._parts, len(self._parts), None if self.norm is None else self.norm.address, self._mode),
+            *(x.data_ptr(), rows, self.in_features),
+            *(None if residual is None else residual.contiguous().data_ptr(), out.data_ptr(), torch.get_num_threads()),
+        )
+        return out

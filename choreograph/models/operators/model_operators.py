@@ -1,0 +1,129 @@
+"""A model's forward pass with operators in place of its decoder layers, last norm and output layer.
+
+Everything else is the model's own: embedding, rotary tables, order of layers, caps of logits. Operators are checked
+against the modules that they replace when a model is loaded.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.cpp_backend import BackendUnavailableError
+from .decoder_layer import FAMILIES, LayerOperators, Projection, UnrecognizedLayerError, _linear, recognize_norm
+from .library import NormOperator
+
+if TYPE_CHECKING:
+    from ..hf_model import HFModel
+
+_log = logging.getLogger("choreograph")
+
+CHECKED_ROWS = (1, 5, 40)  # tokens of the steps that operators are checked with
+
+
+class ModelOperators:
+    """Operators of one model.
+
+    Raises:
+        UnrecognizedLayerError: if a layer has other parts, or an operator differs from its module.
+        BackendUnavailableError: if the operators cannot be built here.
+    """
+
+    def __init__(self, hf_model: "HFModel") -> None:
+        model, layers = hf_model.model, hf_model.decoder_layers
+        paths = {module: path for path, module in model.named_modules()}
+        self._operators: list[tuple[nn.Module, LayerOperators | NormOperator | Projection]] = [
+            (layer, LayerOperators(layer, paths[layer], hf_model.lora_manager)) for layer in layers.layers
+        ]
+        norm: Any = getattr(layers.backbone, "norm", None)
+        head: Any = model.get_output_embeddings()
+        self._operators.append((norm, recognize_norm(norm)))
+        self._operators.append((head, Projection([_linear(head)], [paths[head]], None)))
+        self._check(hf_model)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Run the operators in place of their modules inside the block."""
+        try:
+            for module, operator in self._operators:
+                operator.refresh()
+                vars(module)["forward"] = operator
+            yield
+        finally:
+            for module, _ in self._operators:
+                vars(module).pop("forward", None)
+
+    @torch.no_grad()
+    def _check(self, hf_model: "HFModel") -> None:
+        """Compare each operator with its module, on the inputs of a forward pass of random tokens."""
+        info, calls = hf_model.model_info, dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Tensor]]()
+        num_tokens = min(CHECKED_ROWS[-1], info.max_positions)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, info.vocab_size, (num_tokens,), generator=generator).tolist()
+        positions = list(range(num_tokens))
+        with ExitStack() as hooks, hf_model.attention_hook():
+            for module, _ in self._operators:
+
+                def record(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+                    calls[module] = args, kwargs, output
+
+                handle = module.register_forward_hook(record, with_kwargs=True)
+                hooks.callback(handle.remove)
+            hf_model.logits(tokens, positions, TokenMixer(), positions)
+        for module, operator in self._operators:
+            args, kwargs, expected = calls[module]
+            for rows in CHECKED_ROWS:
+                part = _first_rows((args, kwargs), num_tokens, rows)
+                _compare(module, operator(*part[0], **part[1]), args[0][:, :rows], expected[:, :rows])
+
+
+class TokenMixer:
+    """Forward context in which each token attends to itself alone."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        mixed = query + key.mean((1, 3), keepdim=True) + value.mean((1, 3), keepdim=True)
+        return mixed.transpose(1, 2).contiguous()
+
+
+def create_operators(hf_model: "HFModel") -> ModelOperators | None:
+    """Return the operators of a model; None, with a warning, if they should apply and do not."""
+    info = hf_model.model_info
+    is_covered = hf_model.model.config.get_text_config().model_type in FAMILIES
+    if not is_covered or info.device.type != "cpu" or hf_model.tp_group is not None:
+        return None
+    try:
+        return ModelOperators(hf_model)
+    except (UnrecognizedLayerError, BackendUnavailableError) as exc:
+        _log.warning("%s: its layers run as transformers computes them, which is slower: %s", info.name, exc)
+        return None
+
+
+def _first_rows(value: Any, num_tokens: int, rows: int) -> Any:
+    """Return arguments of a module for the first `rows` of `num_tokens` tokens."""
+    if isinstance(value, dict):
+        return {key: _first_rows(item, num_tokens, rows) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_first_rows(item, num_tokens, rows) for item in value)
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_tokens:
+        return value[:, :rows]
+    return value
+
+
+def _compare(module: nn.Module, result: Tensor, input: Tensor, expected: Tensor) -> None:
+    """Raise UnrecognizedLayerError if an operator's result is not its module's.
+
+    Errors are relative to what the module changes: the residual stream can be a thousand times larger.
+    """
+    change = expected.float() - input.float() if input.shape == expected.shape else expected.float()
+    tolerance = 1e-3 if expected.dtype == torch.float32 else 0.05
+    allowed = tolerance * (change.abs().amax(-1, keepdim=True) + expected.float().abs() / 8)
+    error = (result.float() - expected.float()).abs()
+    if result.shape != expected.shape or not bool((error <= allowed).all()):
+        raise UnrecognizedLayerError(
+            f"{type(module).__name__} computes something else than its operators (off by {float(error.max()):.2g})"
+        )

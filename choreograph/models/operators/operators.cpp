@@ -1,0 +1,354 @@
+// Operators of decoder layers over the model's own weights, row-major: linear layers with an RMS norm before them and a
+// residual or gating behind, norms, and rotary embeddings. Types are float or bfloat16; sums are float32.
+//
+// A product is one dot product for each row and output feature, with the input features in the lanes of vector registers,
+// so weights need no other layout. A step of few tokens streams them once, in order. Every dot product adds in the same
+// order whatever the number of rows, so results do not depend on the batch.
+
+#include "cpp_vector.h"
+
+#if REGISTER == 16 && defined(__AVX512BF16__)
+#include <immintrin.h>
+#define HAS_DOTS 1
+#else
+#define HAS_DOTS 0
+#endif
+
+namespace {
+
+constexpr int STRIP = 32;  // input features per iteration; rows of prepared inputs are padded to it with zeros
+constexpr int CHUNK = 64;  // output features that are computed before bias, gate and residual are applied
+constexpr int N = 4;       // output features at once
+constexpr int M = LANES == 16 ? 6 : 3;           // rows at once: M * N sums and their operands fit in registers
+constexpr int FEW = 2 * M;                       // rows up to which weights are widened for each product
+constexpr int AHEAD = 8 << 10;  // bytes from a weight to the one that is prefetched meanwhile, in the order of memory
+constexpr int64_t ROWS_BYTES = 192 << 10;        // of rows that take turns with a chunk, in the second-level cache
+
+// Operands of dot products: vectors from feature `s` of a strip on. `Input`: of prepared inputs. A product adds to LANES
+// partial sums.
+template <class T, class W>
+struct Products {
+  typedef float Input;
+  static constexpr int STEP = LANES;
+  static vec input(const float* x, int s) { return load(x + s); }
+  static vec weight(const float* w, int s) { return load(w + s); }
+  // One load gives the even features of 2 * LANES, and another one the odd ones: inputs are prepared in this order.
+  static vec weight(const bf16* w, int s) {
+    ivec pairs;
+    memcpy(&pairs, w + s / (2 * LANES) * (2 * LANES), sizeof(pairs));
+    return (vec)(s / LANES % 2 ? pairs & (int)0xffff0000 : pairs << 16);
+  }
+  static vec add(vec sum, vec x, vec w) { return sum + x * w; }
+};
+// Where feature i is in a prepared input.
+template <class T>
+int64_t place(int64_t i) {
+  constexpr int WIDTH = 2 * LANES;
+  if (!std::is_same<T, bf16>::value || HAS_DOTS) return i;
+  return i / WIDTH * WIDTH + i % 2 * LANES + i % WIDTH / 2;
+}
+#if HAS_DOTS
+template <>
+struct Products<bf16, bf16> {
+  typedef bf16 Input;
+  static constexpr int STEP = 2 * LANES;
+  static __m512bh input(const bf16* x, int s) { return (__m512bh)_mm512_loadu_si512(x + s); }
+  static __m512bh weight(const bf16* w, int s) { return (__m512bh)_mm512_loadu_si512(w + s); }
+  static vec add(vec sum, __m512bh x, __m512bh w) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, w); }
+};
+#endif
+
+// Memory of a thread, aligned to cache lines and reused by later calls.
+template <class T>
+struct Buffer {
+  std::unique_ptr<T[], void (*)(void*)> data{nullptr, free};
+  size_t size = 0;
+  T* reserve(size_t count) {
+    if (count > size) {
+      data.reset((T*)aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
+      if (!data) throw std::bad_alloc();
+      size = count;
+    }
+    return data.get();
+  }
+};
+
+template <class T> using Input = typename Products<T, T>::Input;
+
+inline void convert(float x, float& to) { to = x; }
+inline void convert(float x, bf16& to) { from_float(x, to); }
+template <class T> float rounded(float x) { T y; from_float(x, y); return to_float(y); }
+
+// RMS norm. With `adds_one`, the factors are 1 + weight (Gemma); otherwise the normalized row is rounded before it is
+// multiplied (Llama).
+struct Norm { const void* weight; float eps; int32_t adds_one; };
+
+template <class T, class To, class Place>
+void normalize(const T* x, int64_t width, const Norm& norm, To* to, Place place) {
+  const T* weight = (const T*)norm.weight;
+  vec squares{};
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) { vec a = widen(x + i); squares += a * a; }
+  float sum = 0;
+  for (int l = 0; l < LANES; l++) sum += squares[l];
+  for (; i < width; i++) sum += to_float(x[i]) * to_float(x[i]);
+  float scale = 1.0f / std::sqrt(sum / width + norm.eps);
+  for (i = 0; i < width; i++) {
+    float y = to_float(x[i]) * scale, w = to_float(weight[i]);
+    y = norm.adds_one ? y * (1.0f + w) : rounded<T>(y) * w;
+    convert(rounded<T>(y), to[place(i)]);
+  }
+}
+
+// Sums of M rows of x times N rows of w; `w`: one pointer for each. to: (M, CHUNK).
+template <class T, class W, int R>
+inline void dots(const Input<T>* x, int64_t x_row, const W* const* w, int64_t in, bool ahead, float* to) {
+  using P = Products<T, W>;
+  vec acc[R][N] = {};
+  int64_t i = 0;
+  for (; i + STRIP <= in; i += STRIP) {
+    if (ahead)
+      for (int n = 0; n < N; n++)
+        for (int at = 0; at < STRIP; at += 64 / sizeof(W)) __builtin_prefetch(w[0] + AHEAD / sizeof(W) + i * N + n * STRIP + at, 0, 2);
+#pragma GCC unroll 4
+    for (int s = 0; s < STRIP; s += P::STEP) {
+      decltype(P::input(x, 0)) a[R];
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) {
+        a[r] = P::input(x + r * x_row + i, s);
+        asm("" : "+v"(a[r]));  // keep it in a register: operands in memory would be loaded for each product
+      }
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) {
+        auto y = P::weight(w[n] + i, s);
+        asm("" : "+v"(y));
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) acc[r][n] = P::add(acc[r][n], a[r], y);
+      }
+    }
+  }
+  if (i < in) {
+    W rest[N][STRIP] = {};
+    for (int n = 0; n < N; n++) std::copy_n(w[n] + i, in - i, rest[n]);
+    for (int s = 0; s < STRIP; s += P::STEP)
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++)
+          acc[r][n] = P::add(acc[r][n], P::input(x + r * x_row + i, s), P::weight(rest[n], s));
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r += LANES / N) {
+    vec sums[LANES] = {};
+#pragma GCC unroll 4
+    for (int k = 0; k < LANES / N; k++)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) sums[k * N + n] = r + k < R ? acc[r + k][n] : vec{};
+    vec sum = sum_rows(sums);
+    for (int k = 0; k < LANES / N && r + k < R; k++)
+      for (int n = 0; n < N; n++) to[(r + k) * CHUNK + n] = sum[k * N + n];
+  }
+}
+
+template <class T, class W>
+void dots_of_rows(int rows, const Input<T>* x, int64_t x_row, const W* const* w, int64_t in, bool ahead, float* to) {
+  for (; rows >= M; rows -= M, x += M * x_row, to += M * CHUNK) dots<T, W, M>(x, x_row, w, in, ahead, to), ahead = false;
+  switch (rows) {
+    case 5: return dots<T, W, 5 <= M ? 5 : M>(x, x_row, w, in, ahead, to);
+    case 4: return dots<T, W, 4 <= M ? 4 : M>(x, x_row, w, in, ahead, to);
+    case 3: return dots<T, W, 3>(x, x_row, w, in, ahead, to);
+    case 2: return dots<T, W, 2>(x, x_row, w, in, ahead, to);
+    case 1: return dots<T, W, 1>(x, x_row, w, in, ahead, to);
+  }
+}
+
+// Products of `rows` rows of x and `count` rows of w -> to (rows, CHUNK).
+template <class T>
+void product(int rows, const Input<T>* x, int64_t x_row, const T* w, int count, int64_t in, float* to) {
+  constexpr bool WIDENS = std::is_same<Input<T>, float>::value && std::is_same<T, bf16>::value;
+  static thread_local Buffer<float> buffer;
+  float* wide = WIDENS && rows > FEW ? buffer.reserve(N * x_row) : nullptr;
+  for (int n = 0; n < count; n += N) {
+    const T* from[N];
+    for (int k = 0; k < N; k++) from[k] = w + std::min(n + k, count - 1) * in;
+    bool ahead = rows <= 8 * M;
+    float* out = to + n;
+    if constexpr (WIDENS) {
+      if (rows > FEW) {
+        const float* rows_of[N];
+        for (int k = 0; k < N; k++) {
+          float* row = wide + k * x_row;
+          for (int64_t i = 0; i + STRIP <= in; i += STRIP)
+            for (int s = 0; s < STRIP; s += LANES) store(row + i + s, Products<T, T>::weight(from[k] + i, s));
+          if (int64_t i = in / STRIP * STRIP; i < in) {
+            std::fill(row + i, row + x_row, 0.0f);
+            for (; i < in; i++) row[place<T>(i)] = to_float(from[k][i]);
+          }
+          rows_of[k] = row;
+        }
+        dots_of_rows<T, float>(rows, x, x_row, rows_of, x_row, false, out);
+        continue;
+      }
+    }
+    dots_of_rows<T, T>(rows, x, x_row, from, in, ahead, out);
+  }
+}
+
+// x * sigmoid(x), or GELU with its tanh approximation.
+inline vec activate(vec x, bool is_gelu) {
+  vec z = is_gelu ? x * (1.5957691216057308f + 0.0713548162726009f * x * x) : x;
+  vec size = larger(z, -z), e = exp2_fast(larger(-size * BASE2, splat(-126.0f))), inverse = 1.0f / (1.0f + e);
+  vec sigmoid = z < vec{} ? e * inverse : inverse;
+  return x != x ? x : x * sigmoid;
+}
+
+}  // namespace
+
+// Consecutive output features: weights (features, in), biases or null. Mirrors `_Part` in library.py.
+struct Part { const void *weight, *bias; int64_t features; };
+
+namespace {
+
+enum Mode { PLAIN, SILU, GELU };  // the latter: of the first part, times the second
+
+template <class T>
+void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x, int64_t rows, int64_t in,
+            const T* residual, T* out, int threads) {
+  typedef Input<T> In;
+  int64_t padded = (in + STRIP - 1) / STRIP * STRIP, features = 0, chunks = 0;
+  int outputs = mode == PLAIN ? count : 1;  // parts that have output features
+  for (int p = 0; p < outputs; p++) {
+    features += parts[p].features;
+    chunks += (parts[p].features + CHUNK - 1) / CHUNK;
+  }
+  static thread_local Buffer<In> buffer;
+  bool copies = norm || padded != in || !std::is_same<T, In>::value;
+  In* prepared = copies ? buffer.reserve(rows * padded) : nullptr;
+  int64_t height = std::max<int64_t>(M, ROWS_BYTES / (padded * sizeof(In)) / M * M);
+  int64_t blocks = (rows + height - 1) / height, items = blocks * chunks;
+  height = (rows + blocks - 1) / blocks;
+  int64_t share = std::max<int64_t>(1, items / (8 * threads));
+#pragma omp parallel num_threads(threads)
+  {
+    if (copies) {
+#pragma omp for schedule(static)
+      for (int64_t r = 0; r < rows; r++) {
+        In* to = prepared + r * padded;
+        std::fill(to + in / STRIP * STRIP, to + padded, In{});
+        if (norm) normalize(x + r * in, in, *norm, to, place<T>);
+        else for (int64_t i = 0; i < in; i++) convert(to_float(x[r * in + i]), to[place<T>(i)]);
+      }
+    }
+    const In* from = copies ? prepared : (const In*)x;
+    static thread_local Buffer<float> sums_buffer, gate_buffer;
+    float* tile = sums_buffer.reserve(height * CHUNK);
+    float* gate = mode == PLAIN ? nullptr : gate_buffer.reserve(height * CHUNK);
+#pragma omp for schedule(dynamic, share)
+    for (int64_t item = 0; item < items; item++) {
+      int64_t r0 = item / chunks * height, chunk = item % chunks, start = 0;
+      int p = 0, height_now = std::min(height, rows - r0);
+      for (;; p++) {
+        int64_t of_part = (parts[p].features + CHUNK - 1) / CHUNK;
+        if (chunk < of_part) break;
+        chunk -= of_part;
+        start += parts[p].features;
+      }
+      int64_t f0 = chunk * CHUNK;
+      int width = std::min<int64_t>(CHUNK, parts[p].features - f0);
+      auto compute = [&](const Part& part, float* to) {
+        product<T>(height_now, from + r0 * padded, padded, (const T*)part.weight + f0 * in, width, in, to);
+        const T* bias = (const T*)part.bias;
+        for (int r = 0; bias && r < height_now; r++)
+          for (int n = 0; n < width; n++) to[r * CHUNK + n] += to_float(bias[f0 + n]);
+      };
+      if (mode != PLAIN) compute(parts[0], gate);
+      compute(parts[mode == PLAIN ? p : 1], tile);
+      for (int r = 0; r < height_now; r++) {
+        float* sums = tile + r * CHUNK;
+        int64_t at = (r0 + r) * features + start + f0;
+        if (mode != PLAIN) {
+          float* factors = gate + r * CHUNK;
+          for (int n = 0; n < CHUNK; n += LANES) {
+            for (int l = n; l < n + LANES; l++) factors[l] = rounded<T>(factors[l]);
+            store(factors + n, activate(load(factors + n), mode == GELU));
+          }
+          for (int n = 0; n < width; n++) sums[n] = rounded<T>(factors[n]) * rounded<T>(sums[n]);
+        }
+        if (residual)
+          for (int n = 0; n < width; n++) sums[n] = rounded<T>(sums[n]) + to_float(residual[at + n]);
+        for (int n = 0; n < width; n++) from_float(sums[n], out[at + n]);
+      }
+    }
+  }
+}
+
+template <class T>
+void norm(const Norm& of, const T* x, int64_t rows, int64_t width, const T* residual, T* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows >= 16)
+  for (int64_t r = 0; r < rows; r++) {
+    T* to = out + r * width;
+    normalize(x + r * width, width, of, to, place<void>);
+    if (residual)
+      for (int64_t i = 0; i < width; i++) from_float(to_float(to[i]) + to_float(residual[r * width + i]), to[i]);
+  }
+}
+
+// The activation of the first half of each row, times the second: x (rows, 2 * width) -> out (rows, width).
+template <class T>
+void gate(int mode, const T* x, int64_t rows, int64_t width, T* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows >= 16)
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < width; i += LANES) {
+      const T* from = x + r * 2 * width + i;
+      int count = std::min<int64_t>(LANES, width - i);
+      float factors[LANES] = {};
+      for (int l = 0; l < count; l++) factors[l] = to_float(from[l]);
+      store(factors, activate(load(factors), mode == GELU));
+      for (int l = 0; l < count; l++)
+        from_float(rounded<T>(factors[l]) * to_float(from[width + l]), out[r * width + i + l]);
+    }
+}
+
+// In place, x (rows, heads * width): the norms of the first `queries` heads and of the next `keys`, where they are not
+// null, then their rotation. cos, sin: (rows, rotated) as transformers computes them, whose halves are equal.
+template <class T>
+void rotate(T* x, int64_t rows, int64_t stride, int queries, int keys, int width, const Norm* query_norm,
+            const Norm* key_norm, const T* cos, const T* sin, int rotated, int threads) {
+  int half = rotated / 2;
+#pragma omp parallel for num_threads(threads) if (rows >= 16)
+  for (int64_t r = 0; r < rows; r++)
+    for (int h = 0; h < queries + keys; h++) {
+      T* head = x + r * stride + h * width;
+      const T *c = cos + r * rotated, *s = sin + r * rotated;
+      if (const Norm* norm = h < queries ? query_norm : key_norm) normalize(head, width, *norm, head, place<void>);
+      for (int i = 0; i < half; i++) {
+        float a = to_float(head[i]), b = to_float(head[half + i]);
+        from_float(a * to_float(c[i]) - b * to_float(s[i]), head[i]);
+        from_float(b * to_float(c[half + i]) + a * to_float(s[half + i]), head[half + i]);
+      }
+    }
+}
+
+}  // namespace
+
+#define OPERATORS(T, NAME)                                                                                            \
+  extern "C" void choreograph_linear_##NAME(const Part* parts, int64_t count, const Norm* norm, int64_t mode,         \
+                                            const T* x, int64_t rows, int64_t in, const T* residual, T* out,          \
+                                            int64_t threads) {                                                        \
+    linear<T>(parts, count, norm, mode, x, rows, in, residual, out, threads);                                         \
+  }                                                                                                                   \
+  extern "C" void choreograph_norm_##NAME(const Norm* of, const T* x, int64_t rows, int64_t width, const T* residual, \
+                                          T* out, int64_t threads) {                                                  \
+    norm<T>(*of, x, rows, width, residual, out, threads);                                                             \
+  }                                                                                                                   \
+  extern "C" void choreograph_gate_##NAME(int64_t mode, const T* x, int64_t rows, int64_t width, T* out,              \
+                                          int64_t threads) {                                                          \
+    gate<T>(mode, x, rows, width, out, threads);                                                                      \
+  }                                                                                                                   \
+  extern "C" void choreograph_rotate_##NAME(T* x, int64_t rows, int64_t stride, int64_t queries, int64_t keys,        \
+                                            int64_t width, const Norm* query_norm, const Norm* key_norm,              \
+                                            const T* cos, const T* sin, int64_t rotated, int64_t threads) {           \
+    rotate<T>(x, rows, stride, queries, keys, width, query_norm, key_norm, cos, sin, rotated, threads);               \
+  }
+OPERATORS(float, float)
+OPERATORS(bf16, bf16)
