@@ -237,7 +237,9 @@ class EngineConfig:
     scheduler: Annotated[SchedulerConfig, _instance_of(SchedulerConfig)] = dataclasses.field(
         default_factory=SchedulerConfig
     )
-    backend: BackendName = "auto"  # attention backend; "auto" takes the kernel of the device if it can be built
+    # attention backend; "auto" takes the kernel of the device if it can be built. With "sdpa" and "reference", PyTorch
+    # computes the other parts of the layers too
+    backend: BackendName = "auto"
     compile: StrictBool = False
     """Run small steps on a GPU as CUDA graphs; compiling takes minutes."""
     # batch sizes in tokens with a CUDA graph; None: 2 to 256 tokens
@@ -250,3 +252,8 @@ class EngineConfig:
     """Format of the weights."""
     max_model_len: PositiveInt | None = None
     """Positions to use at most; by default the limit of the model."""
+
+    @property
+    def uses_operators(self) -> bool:
+        """True if layers on a CPU run through operators of our own; otherwise PyTorch computes all of them."""
+        return self.backend in ("auto", "native")

@@ -1,6 +1,7 @@
 """File helpers, cleanup of several resources, and a lock that defers SIGINT."""
 
 import atexit
+import ctypes
 import gc
 import os
 import re
@@ -55,6 +56,12 @@ def freeze_objects() -> None:
     """Exclude all present objects from garbage collections."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # extension modules report objects that are left when the process ends
+
+
+def release_freed_memory() -> None:
+    """Return memory that was freed to the system, where the C library can."""
+    with suppress(AttributeError, OSError, TypeError):  # only glibc has the function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def connect_to_ray(address: str | None, **options: Any) -> bool:

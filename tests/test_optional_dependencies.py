@@ -73,6 +73,27 @@ for command in commands:
     assert result.returncode == 0 and not picture.exists()
 
 
+def test_importing_the_package_imports_no_library():
+    code = "import sys, choreograph; print({'numpy', 'pydantic', 'torch', 'transformers'} & sys.modules.keys())"
+    assert run_without([], code).stdout == "set()\n"
+
+
+def test_an_engine_imports_nothing_of_servers_and_tools(talker_folder):
+    code = """
+from choreograph import Engine, SamplingParams
+engine = Engine.from_pretrained(sys.argv[1], dtype="float32")
+with engine.session() as session:
+    question = session.prefill(session.user("hello"))
+    session.decode(session.assistant(), [question], sampling=SamplingParams(max_tokens=2)).result()
+print(sorted(name for name in sys.modules if name in set(sys.argv[2:])))
+"""
+    unused = ["fastapi", "gguf", "httpx", "llguidance", "matplotlib", "nicegui", "opentelemetry", "pandas", "peft"]
+    unused += ["prometheus_client", "ray", "sklearn", "statsmodels", "torchao", "typer", "uvicorn"]
+    unused += ["choreograph.models.compilation", "choreograph.models.gguf.gguf_tokenizer", "transformers.models.bloom"]
+    result = run_without([], code, talker_folder, *unused)
+    assert result.stdout == "[]\n", result.stderr
+
+
 def test_evaluation_names_its_extra():
     code = """
 from choreograph.errors import MissingDependencyError

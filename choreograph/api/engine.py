@@ -97,8 +97,8 @@ class Engine:
 
         Args:
             model: a name, a Hub id, a folder, a .gguf file, or a transformers model in memory.
-            dtype: defaults to bfloat16, or float32 on processors that are slow in bfloat16, unless weights have 4
-                bits; a model in memory keeps its own.
+            dtype: defaults to bfloat16; to float32 on processors without bfloat16 instructions, unless kernels of our
+                own run the model's layers or weights have 4 bits. A model in memory keeps its own.
             device: defaults to the CPU.
             device_map: as in transformers, in place of `device`.
             tp_plan: as in transformers ("auto"): tensor parallelism over the processes of torchrun.
@@ -123,11 +123,13 @@ class Engine:
             device_map=device_map,
             tp_plan=tp_plan,
             max_positions=config.max_model_len,
-            uses_packed_kernels=config.quantization == "int4",
+            uses_operators=config.uses_operators,
+            quantization=config.quantization,
         )
         if config.quantization:
             hf_model.quantize(config.quantization)
-        hf_model.operators = create_operators(hf_model)
+        if config.uses_operators:
+            hf_model.operators = create_operators(hf_model)
         if config.compile:
             _enable_compile(hf_model, config)
         engine = cls(hf_model, config, adapters=adapters, models=models, features=features)
@@ -179,7 +181,8 @@ class Engine:
         )
         if config.quantization:
             other.quantize(config.quantization)
-        other.operators = create_operators(other)
+        if config.uses_operators:
+            other.operators = create_operators(other)
         if config.compile:
             _enable_compile(other, config)
         with core.lock:

@@ -29,8 +29,8 @@ inline bool has_amx() {
 inline void enter_amx() { static const TileConfig config; if (has_amx()) _tile_loadconfig(&config); }
 inline void leave_amx() { if (has_amx()) _tile_release(); }
 
-// to (16 * R, 16 * C) = [to if add] + a (16 * R, 2 * pairs) @ b (2 * pairs, 16 * C), for R and C of 1 and 2. Sums are in
-// tiles 0 to 3, `a` in 4 and 5, `b` in 6 and 7.
+// to (16 * R, 16 * C) = [to if add] + a (16 * R, 2 * pairs) @ b (2 * pairs, 16 * C), for R and C of 1 and 2. Sums are
+// in tiles 0 to 3, `a` in 4 and 5, `b` in 6 and 7.
 //
 // Rows of `a` are `row` elements apart, and `step` is from 32 elements of a row to the next 32. `b` is packed: element
 // (i, c) of 32 bits holds rows 2i and 2i + 1 of column c. pairs: a multiple of 16. LINES: cache lines from `ahead` on

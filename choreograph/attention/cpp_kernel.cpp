@@ -2,10 +2,11 @@
 // All memory is freed when the call returns.
 //
 // Stored keys are not modified: to read a range at another position, the queries are rotated by -shift.
-// A tile of slots is converted to float32, or packed for dot products (cpp_tiles.h), once and used by every reader of
-// the range, so a context shared by many requests is read once. Work is split by block of query rows, KV head and KV
-// split (consecutive tiles). Rows of a decode step read little per tile and are bound by memory: they are split by tiles
-// alone, so that the rows of all KV heads are read in the order of memory, the next ones while a tile is computed with.
+// A tile of slots is read once for all readers of the range, so a context shared by many requests is read once. Queries
+// are in lanes of vector registers (cpp_tiles.h), and blocks of them skip what none of them sees; few queries have code of
+// their own. Work is split by block of query rows, KV head and KV split (consecutive tiles). Rows of a decode step read
+// little per tile and are bound by memory: they are split by tiles alone, so that the rows of all KV heads are read in
+// the order of memory, the next ones while a tile is computed with.
 // KV splits are merged by their log-sum-exp. Scores are in base 2.
 
 #include "cpp_tiles.h"
@@ -33,8 +34,8 @@ struct Kernel {
   static constexpr bool IS_CODED = std::is_same_v<S, int8_t>;
   static constexpr int ROW = D + (IS_CODED ? sizeof(float) : 0);  // elements of a stored row
   using Next = Ahead<S, ROW>;
-  using E = std::conditional_t<DOTS<T>, bf16, float>;         // of operands
-  using Packed = std::conditional_t<DOTS<T>, uint32_t, float>;  // of queries and weights in lanes; pairs for dot products
+  using E = std::conditional_t<DOTS<T>, bf16, float>;           // of operands
+  using Packed = std::conditional_t<DOTS<T>, uint32_t, float>;  // of queries and weights in lanes; pairs in bfloat16
   static constexpr int V = D / LANES, TILE = DOTS<T> ? 128 : 64;
   static constexpr int FEW = 6;  // queries up to which lanes for queries do not pay
   static constexpr int DEPTH = DOTS<T> ? (D + 31) / 32 * 32 : D;  // of score products, padded with zeros
@@ -153,9 +154,11 @@ struct Kernel {
       scores.resize(std::max(W, FEW) * TILE);
       few_weights.resize(DOTS<T> ? FEW * TILE : 0);
     }
-    void widen(int queries, int heads) {  // makes room for queries in lanes
+    void make_room(int queries, int heads) {  // for queries in lanes
       int64_t padded = (queries + LANES - 1) / LANES * LANES;
-      if (keys.empty()) keys.resize(TILE * DEPTH), values.resize(TILE * D), weights.resize(DOTS<T> ? TILE / 2 * W : 0);
+      keys.resize(TILE * DEPTH);
+      values.resize(TILE * D);
+      weights.resize(DOTS<T> ? TILE / 2 * W : 0);
       laid.resize(heads * padded * INNER);
       sums.assign(heads * padded * D, 0.0f);
       top.assign(heads * padded, -INFINITY);
@@ -240,7 +243,8 @@ struct Kernel {
     int nq = (b1 - b0) * s.share, heads = g1 - g0, all = heads * nq, prepared = -1;
     for (int m = 0; m < all; m++) {
       const Q* x = q + (b0 + m % nq / s.share) * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
-      for (int d = 0; d < D; d++) from_float(to_float(x[d]) * (DOTS<T> ? 1.0f : s.scale), w.query[(int64_t)m * D + d]);
+      float factor = DOTS<T> ? 1 : s.scale;
+      for (int d = 0; d < D; d++) from_float(to_float(x[d]) * factor, w.query[(int64_t)m * D + d]);
     }
     std::fill(acc, acc + (int64_t)all * D, 0.0f);
     std::fill(top, top + all, -INFINITY);
@@ -248,11 +252,12 @@ struct Kernel {
     w.is_wide = false;
     split(s, seg, segs, rd, readers, b0, b1, size, stripe, stripes, w.tiles);
     static const std::vector<Tile> none;
-    Next next(K + g0 * ROW, Vs + g0 * ROW, s.slot_stride, heads, seg, packed.at || sizeof(S) == sizeof(float) ? none : w.tiles);
+    const auto& prefetched = packed.at || sizeof(S) == sizeof(float) ? none : w.tiles;  // it does not pay in float32
+    Next next(K + g0 * ROW, Vs + g0 * ROW, s.slot_stride, heads, seg, prefetched);
     for (auto [segment, t, n, active] : w.tiles) {
       int first = seg[segment].first, end = segment + 1 < segs ? seg[segment + 1].first : readers;
       bool wide = active > FEW;
-      if (wide && !w.is_wide) w.widen(nq, heads);
+      if (wide && !w.is_wide) w.make_room(nq, heads);
       if (prepared != segment) {
         for (int h = 0; h < heads; h++) rotate(s, rot, rd, first, end, b0, b1, h * nq, w);
         if (wide) lay(s, rot, rd, first, end, b0, b1, heads, w);
@@ -270,7 +275,8 @@ struct Kernel {
           continue;
         }
         for (int e = first; e < end; e++)
-          few(s, rd[e], queries(rot, rd[e], w) + at * D, g, b0, b1, t, n, k, v, next, w, acc + at * D, top + at, norm + at);
+          few(s, rd[e], queries(rot, rd[e], w) + at * D, g, b0, b1, t, n, k, v, next, w, acc + at * D, top + at,
+              norm + at);
       }
     }
     if (w.is_wide) fold(nq, heads, w, acc, top, norm);
@@ -352,27 +358,25 @@ struct Kernel {
     }
   }
 
-  // Keys and values of a tile as operands of products: elements from row to row, and from step to step. Both are copied,
-  // since rows whose distance is a power of two would displace one another in the first-level cache.
+  // Keys and values of a tile as operands of products: elements from row to row, and from step to step. Both are
+  // copied, since rows whose distance is a power of two would displace one another in the first-level cache.
   struct Operand { const E* at; int64_t row, step; };
   static Operand key_operand(const T* k, int64_t stride, int n, Work& w) {
     int rows = (n + STEP - 1) / STEP * STEP;
     for (int j = 0; j < n; j++) {
       if constexpr (DOTS<T>) memcpy(&w.keys[j * DEPTH], k + j * stride, D * sizeof(E));
-      else for (int d = 0; d < D; d += LANES) store(&w.keys[j * DEPTH + d], ::widen(k + j * stride + d));
+      else for (int d = 0; d < D; d += LANES) store(&w.keys[j * DEPTH + d], widen(k + j * stride + d));
     }
     std::fill(w.keys.data() + n * DEPTH, w.keys.data() + rows * DEPTH, E{});
     return {w.keys.data(), DEPTH, DOTS<T> ? UNIT : 1};
   }
   static Operand value_operand(const T* v, int64_t stride, int n, const E* packed, Next& next, Work& w) {
     if constexpr (DOTS<T>) {
-#if HAS_DOTS
       if (!packed) pack_values<D>(v, stride, n, w.values.data(), next);
-#endif
       return {packed ? packed : w.values.data(), UNIT, UNIT * D};
     } else {
       for (int j = 0; j < n; j++)
-        for (int d = 0; d < D; d += LANES) store(&w.values[j * D + d], ::widen(v + j * stride + d));
+        for (int d = 0; d < D; d += LANES) store(&w.values[j * D + d], widen(v + j * stride + d));
       return {w.values.data(), 1, D};
     }
   }
@@ -381,7 +385,8 @@ struct Kernel {
   static void tile(const Shape& s, int g, int h, int nq, int t, int n, const T* k, const T* v, const E* packed,
                    Next& next, Work& w) {
     int padded = w.from.size();
-    Operand keys = key_operand(k, stride(s), n, w), values = value_operand(v, stride(s), n, packed, next, w);
+    Operand keys = key_operand(k, stride(s), n, w);
+    Operand values = value_operand(v, stride(s), n, packed, next, w);
     for (int m = 0; m < padded; m += W) {
       int lo = std::max(w.spans[m / W].from - t, 0) / STEP * STEP, hi = std::min(w.spans[m / W].to - t, n);
       if (lo >= hi) continue;
@@ -413,7 +418,8 @@ struct Kernel {
   static void shape_lanes(const Shape& s, int g, int m, int t, int n, float* scores, const Work& w) {
     for (int c = 0; c < C; c++) {
       vec slope{}, distance = load(&w.distance[m + c * LANES]) + (float)t;
-      for (int i = 0; i < LANES && s.slopes; i++) slope[i] = s.slopes[g * s.share + (m + c * LANES + i) % s.share] * BASE2;
+      const float* slopes = s.slopes ? s.slopes + g * s.share : nullptr;
+      for (int i = 0; i < LANES && slopes; i++) slope[i] = slopes[(m + c * LANES + i) % s.share] * BASE2;
       for (int j = 0; j < n; j++) {
         float* at = scores + (j * C + c) * LANES;
         vec x = load(at) * (DOTS<T> ? s.scale : 1.0f);
@@ -422,10 +428,11 @@ struct Kernel {
       }
     }
   }
-  // Online softmax step: scores of slots t <= j < t + rows, of which queries see their ranges -> weights; updates maxima
-  // and norms. keep: factors of the sums so far.
+  // Online softmax step: scores of slots t <= j < t + rows, of which queries see their ranges -> weights; updates
+  // maxima and norms. keep: factors of the sums so far.
   template <int C>
-  static void softmax(float* scores, int rows, int m, int t, float factor, Work& w, float* top, float* norm, vec* keep) {
+  static void softmax(float* scores, int rows, int m, int t, float factor, Work& w, float* top, float* norm,
+                      vec* keep) {
     ivec from[C], to[C];
     vec most[2][C], sum[C], least[C];
     Span span = w.spans[m / W];
@@ -569,35 +576,31 @@ struct Kernel {
     int64_t kept = stripes > 1 ? (int64_t)items * all : 0;  // partial results, merged at the end
     std::unique_ptr<float[]> acc(new float[kept * D]), top(new float[kept]), norm(new float[kept]);
     std::vector<int64_t> first(segs, -1);
-    std::vector<Tile> units;
-#if HAS_DOTS
+    std::vector<Tile> units;  // of packed values
     for (int i = 0; i < segs && DOTS<T> && !decode; i++) {
-      int active = 0;
-      for (int e = seg[i].first; e < (i + 1 < segs ? seg[i + 1].first : readers); e++) active += (rd[e].row1 - rd[e].row0) * s.share;
+      int end = i + 1 < segs ? seg[i + 1].first : readers, length = seg[i].hi - seg[i].lo, active = 0;
+      for (int e = seg[i].first; e < end; e++) active += (rd[e].row1 - rd[e].row0) * s.share;
       if (active <= FEW) continue;
       first[i] = units.size();
-      for (int t = 0; t < seg[i].hi - seg[i].lo; t += UNIT) units.push_back({i, t, std::min(UNIT, seg[i].hi - seg[i].lo - t), active});
+      for (int t = 0; t < length; t += UNIT) units.push_back({i, t, std::min(UNIT, length - t), active});
     }
-#endif
-    std::unique_ptr<E[]> packed(units.empty() ? nullptr : new E[units.size() * s.groups * UNIT * D]);
-    Values all_values{packed.get(), first.data(), (int64_t)units.size()};
+    int64_t count = units.size();
+    std::unique_ptr<E[]> values(count ? new E[count * s.groups * UNIT * D] : nullptr);
+    Values packed{values.get(), first.data(), count};
 #pragma omp parallel num_threads(threads)
     {
       Work w(nq, heads);
       std::vector<float> own(stripes > 1 ? 0 : (int64_t)all * (D + 2));
-#if HAS_DOTS
       if constexpr (DOTS<T>) {
-        Next next(K, Vs, 0, 0, seg, {});
+        Next none(K, Vs, 0, 0, seg, {});
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < (int64_t)units.size() * s.groups; i++) {
-          int g = i / units.size();
-          Tile x = units[i % units.size()];
-          const S* stored = Vs + (int64_t)(seg[x.segment].lo + x.start) * s.slot_stride + g * ROW;
+        for (int64_t i = 0; i < count * s.groups; i++) {
+          Tile x = units[i % count];
+          const S* stored = Vs + (int64_t)(seg[x.segment].lo + x.start) * s.slot_stride + i / count * ROW;
           const T* v = rows(stored, s.slot_stride, x.n, w.decoded_values);
-          pack_values<D>(v, stride(s), x.n, packed.get() + i * UNIT * D, next);
+          pack_values<D>(v, stride(s), x.n, &values[i * UNIT * D], none);
         }
       }
-#endif
       enter_amx();
 #pragma omp for schedule(dynamic, 1)
       for (int i = 0; i < items; i++) {
@@ -606,11 +609,11 @@ struct Kernel {
         int64_t at = (int64_t)i * all;
         float *sums = own.data(), *most = sums + all * D, *weight = most + all;
         if (stripes > 1) sums = &acc[at * D], most = &top[at], weight = &norm[at];
-        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, g + heads, b0, b1, size, stripe, stripes, all_values,
-             w, sums, most, weight);
-        int count = (b1 - b0) * s.share;  // queries of a head
+        item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, g + heads, b0, b1, size, stripe, stripes,
+             packed, w, sums, most, weight);
+        int m = (b1 - b0) * s.share;  // queries of a head
         for (int h = 0; h < heads && stripes == 1; h++)
-          merge_rows(s, sums + (int64_t)h * count * D, most + h * count, weight + h * count, 1, all, g + h, b0, b1, out);
+          merge_rows(s, sums + (int64_t)h * m * D, most + h * m, weight + h * m, 1, all, g + h, b0, b1, out);
       }
       leave_amx();
 #pragma omp for schedule(static)

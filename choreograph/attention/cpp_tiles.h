@@ -8,24 +8,18 @@
 #include "cpp_amx.h"
 #include "cpp_vector.h"
 
-#if REGISTER == 16 && (defined(__AVX512BF16__) || defined(EMULATED_DOTS))  // tests emulate them
-#define HAS_DOTS 1
-#else
-#define HAS_DOTS 0
-#endif
-
 namespace {
 
-template <class T> constexpr bool DOTS = false;
-#if HAS_DOTS
+template <class T> constexpr bool DOTS = false;  // whether pairs of T are multiplied
+#if REGISTER == 16 && (defined(__AVX512BF16__) || defined(EMULATED_DOTS))  // tests emulate them
 template <> constexpr bool DOTS<bf16> = true;
 #endif
 
 constexpr int COLUMNS = LANES == 16 ? 2 : 3;  // registers of queries per product
 constexpr int UNIT = 32;                      // keys per packed block of values
 
-// to (rows, C) = keep * to + a (rows, count) @ b (count, C), in registers of C queries; zeros plus the product if `keep`
-// is null. Element (r, k) of `a` is a[r * row + k * step]. rows: a multiple of 8.
+// to (rows, C) = keep * to + a (rows, count) @ b (count, C), in C registers of queries; only the product if `keep` is
+// null. Element (r, k) of `a` is a[r * row + k * step]. rows: a multiple of 8.
 template <int C>
 void multiply(int rows, const float* a, int64_t row, int64_t step, const float* b, int count, const vec* keep,
               float* to) {
@@ -46,7 +40,6 @@ void multiply(int rows, const float* a, int64_t row, int64_t step, const float* 
   }
 }
 
-#if HAS_DOTS
 // The same with `a` (rows, 2 * pairs) in bfloat16 and `b` packed: element (i, c) holds rows 2i and 2i + 1 of column c.
 // `step`: from 32 elements of a row of `a` to the next 32. rows and pairs: multiples of 16.
 template <int C>
@@ -93,6 +86,5 @@ void pack_values(const bf16* v, int64_t stride, int n, bf16* to, Next& next) {
       for (int i = 0; i < LANES; i++) store((float*)(to + (d + i) * UNIT), r[i]);
     }
 }
-#endif
 
 }  // namespace

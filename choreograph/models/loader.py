@@ -12,6 +12,7 @@ import platform
 import re
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +28,15 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
-from ..attention.cpp_backend import has_avx2
+from ..attention.cpp_backend import has_avx2, load_kernel
 from ..errors import ChoreographError, ConfigError, ModelError
-from ..utils import check_on_hub, hub_or_cache
+from ..utils import check_on_hub, hub_or_cache, release_freed_memory
 from .gguf.gguf_file import convert_gguf
 from .gguf.tokenizer_fields import apply_tokenizer_fields
 from .hf_model import HFModel, find_eos_token_ids
 from .info import check_rope, ignored_fields, resolve_max_positions
+from .operators.decoder_layer import FAMILIES
+from .operators.library import load_kernels
 from .tensor_parallel import tp_kwargs
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -66,7 +69,8 @@ def load(
     device_map: Any = None,
     tp_plan: Any = None,
     max_positions: int | None = None,
-    uses_packed_kernels: bool = False,
+    uses_operators: bool = False,
+    quantization: str | None = None,
 ) -> HFModel:
     """Load a model by name or path, or take one in memory.
 
@@ -74,7 +78,8 @@ def load(
 
     Args:
         dtype: defaults to `default_dtype`.
-        uses_packed_kernels: whether its weights will have 4 bits, which the default type depends on.
+        uses_operators: whether its layers will run through operators where they can; the default dtype depends on it.
+        quantization: of the weights, later; the default dtype depends on it.
         device_map: as in transformers, in place of `device`.
         tp_plan: as in transformers, in place of `device`.
         max_positions: limit below the model's own.
@@ -91,23 +96,39 @@ def load(
             raise ConfigError(f"{options[0]}: the model is in memory and where it is; leave it out, or use device=")
         return HFModel(_move(model, dtype, device), tokenizer, max_positions=max_positions)
     device, sharding = check_device(device), tp_kwargs(tp_plan)
-    dtype = dtype or default_dtype(device if device_map is None else None, uses_packed_kernels)
-    source, name = _resolve_source(str(model))
-    with _loading(name, source):
-        if find_adapter_config_file(source) is not None:  # transformers would load it over its base, and only log it
-            raise ModelError(
-                f"model {name!r} holds an adapter: load its base, and give it as adapters={{...}} (--adapter)"
-            )
-        kwargs = {"dtype": dtype, "use_safetensors": True, "device_map": device_map, **sharding}
-        loaded = _from_pretrained_strict(name, source, **kwargs)
-        has_no_tokenizer = Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZER_FILES)
-        if tokenizer is None and not has_no_tokenizer:  # without one, the model is used with token ids
-            tokenizer = _load_tokenizer(source, name)
-        ignored = ignored_fields(loaded)
-    if ignored:
-        _log.warning("%s: not applied: %s; answers may differ from the model's own", name, ", ".join(ignored))
-    placed = loaded if device_map or sharding else _move(loaded, None, device)
-    return HFModel(placed, tokenizer, name=name, max_positions=max_positions)
+    builds_kernels = uses_operators and device.type == "cpu"
+    with ThreadPoolExecutor() as builds:  # compilers of kernels run while the model is converted, read and probed
+        if builds_kernels:
+            builds.submit(load_kernels, torch.bfloat16)
+        source, name = _resolve_source(str(model))
+        with _loading(name, source):
+            # transformers would load an adapter over its base, and only log it
+            if find_adapter_config_file(source) is not None:
+                raise ModelError(
+                    f"model {name!r} holds an adapter: load its base, and give it as adapters={{...}} (--adapter)"
+                )
+            config = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE).get_text_config()
+            if dtype is None:
+                has_kernels = quantization == "int4" or (uses_operators and config.model_type in FAMILIES)
+                dtype = default_dtype(device if device_map is None else None, has_kernels)
+            if builds_kernels:
+                builds.submit(_load_attention_kernel, config, dtype, device)
+            kwargs = {"dtype": dtype, "use_safetensors": True, "device_map": device_map, **sharding}
+            loaded = _from_pretrained_strict(name, source, **kwargs)
+            has_files = not Path(source).is_dir() or any((Path(source) / file).exists() for file in TOKENIZER_FILES)
+            if tokenizer is None and has_files:  # without one, the model is used with token ids
+                tokenizer = _load_tokenizer(source, name)
+            ignored = ignored_fields(loaded)
+        if ignored:
+            _log.warning("%s: not applied: %s; answers may differ from the model's own", name, ", ".join(ignored))
+        placed = loaded if device_map or sharding else _move(loaded, None, device)
+        hf_model = HFModel(placed, tokenizer, name=name, max_positions=max_positions)
+    release_freed_memory()
+    return hf_model
+
+
+def _load_attention_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    load_kernel(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, dtype, device)
 
 
 def load_tokenizer(model: str | os.PathLike[str]) -> tuple[Any, int]:
@@ -270,21 +291,21 @@ def check_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def default_dtype(device: torch.device | None, uses_packed_kernels: bool = False) -> torch.dtype:
+def default_dtype(device: torch.device | None, has_kernels: bool = False) -> torch.dtype:
     """Return bfloat16, or float32 on x86 processors without bfloat16 instructions.
 
-    On those, PyTorch's prefills in bfloat16 take three times as long and decodes are no faster. The kernel of 4-bit
-    weights reads bfloat16 and computes in float32 there.
+    On those, PyTorch's prefills in bfloat16 take three times as long and decodes are no faster. Kernels of our own read
+    bfloat16 and compute in float32 there, which is faster than float32.
 
     Args:
         device: None if it is not known yet.
-        uses_packed_kernels: whether weights have 4 bits.
+        has_kernels: whether linear layers will run through kernels of our own.
     """
     if device is None or device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
         return torch.bfloat16
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_tile")
-    return torch.bfloat16 if has_bfloat16 or (uses_packed_kernels and has_avx2()) else torch.float32
+    return torch.bfloat16 if has_bfloat16 or (has_kernels and has_avx2()) else torch.float32
 
 
 def check_device(name: str | torch.device | None) -> torch.device:

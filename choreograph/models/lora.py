@@ -93,9 +93,9 @@ class LoraManager:
         finally:
             self._active.clear()
 
-    def is_active(self, path: str) -> bool:
-        """Return whether an adapter of the running batch changes a layer."""
-        return any(path in lora.weights for lora, _ in self._active)
+    def changes_any(self, paths: Sequence[str]) -> bool:
+        """Return whether an adapter of the running batch changes one of the layers."""
+        return bool(self._active) and any(path in lora.weights for lora, _ in self._active for path in paths)
 
     def apply(self, path: str, x: Tensor, out: Tensor) -> None:
         """Add to a layer's output, (1, N, F) or (N, F), what the adapters of the running batch change."""

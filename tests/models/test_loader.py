@@ -105,9 +105,9 @@ def test_the_usual_type_is_what_the_processor_is_quick_in(monkeypatch, machine, 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert load.default_dtype(torch.device(device)) == expected
     monkeypatch.setattr(load, "has_avx2", lambda: True)
-    assert load.default_dtype(torch.device(device), uses_packed_kernels=True) is torch.bfloat16
+    assert load.default_dtype(torch.device(device), has_kernels=True) is torch.bfloat16
     monkeypatch.setattr(load, "has_avx2", lambda: False)
-    assert load.default_dtype(torch.device(device), uses_packed_kernels=True) == expected
+    assert load.default_dtype(torch.device(device), has_kernels=True) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,7 @@ from ...utils import atomic_write_text, require
 
 _log = logging.getLogger("choreograph")
 
+ROW_BYTES = 1 << 15  # rows of this size are dequantized at a time
 FORMAT = 2  # of the converted folder; another one is converted again
 
 
@@ -198,11 +201,9 @@ def _find_parts(gguf: Path) -> list[Path]:
 
 def _write_converted(name: str, parts: list[Path], folder: Path) -> None:
     """Write config.json, model.safetensors (float32, exact) and the tokenizer."""
-    from gguf import GGUFReader
-
     from .gguf_tokenizer import build_tokenizer
 
-    readers = [GGUFReader(part) for part in parts]
+    readers = [_open_reader(part) for part in parts]
     metadata = {key: field.contents() for key, field in readers[0].fields.items()}
     count = metadata.get("split.count", 1)
     if max(count, 1) != len(parts):
@@ -227,6 +228,22 @@ def _write_converted(name: str, parts: list[Path], folder: Path) -> None:
     tokenizer = build_tokenizer(metadata, name)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _open_reader(part: Path) -> Any:
+    """Return a `GGUFReader` that slices a plain array: each slice of a memmap runs Python code of NumPy."""
+    from gguf import GGUFReader
+
+    class ArrayReader(GGUFReader):
+        @property
+        def data(self) -> Any:
+            return self._array
+
+        @data.setter
+        def data(self, value: Any) -> None:
+            self._array = np.asarray(value)
+
+    return ArrayReader(part)
 
 
 def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any], name: str) -> Any:
@@ -370,16 +387,28 @@ def _rope_parameters(keys: Mapping[str, Any], family: _Family, head_dim: int, te
     return {"full_attention": result, "sliding_attention": local}
 
 
+def _dequantize(tensor: Any) -> np.ndarray:
+    """Dequantize a tensor of a GGUF file; blocks do not depend on rows, and gguf computes 16 rows at a time."""
+    from gguf import dequantize
+
+    data = tensor.data
+    num_joined = math.gcd(data.size // data.shape[-1], max(1, ROW_BYTES // data.shape[-1]))
+    values = dequantize(data.reshape(-1, num_joined * data.shape[-1]), tensor.tensor_type)
+    return values.reshape(*data.shape[:-1], -1)
+
+
 def _read_weights(model: Any, architecture: str, tensors: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
     """Return dequantized parameters by name; raise ModelError unless all match the model."""
-    from gguf import dequantize
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     heads = model.config.num_attention_heads
     config = {"hidden_size": model.config.hidden_size, "n_head": heads, "num_attention_heads": heads}
     config["num_key_value_heads"] = getattr(model.config, "num_key_value_heads", heads)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
-    names = get_gguf_hf_weights_map(model, processor, architecture, model.config.num_hidden_layers)
+    # The function visits the children of each module and builds the table of all names again for each: two levels suffice.
+    base = SimpleNamespace(state_dict=model.base_model.state_dict, named_children=list)
+    top = SimpleNamespace(state_dict=model.state_dict, named_children=lambda: [(model.base_model_prefix, base)])
+    names = get_gguf_hf_weights_map(top, processor, architecture, model.config.num_hidden_layers)
     shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}  # tied ones once
     targets = {
         key: names.get(key) or names.get(key.removesuffix(".weight")) for key in tensors
@@ -396,9 +425,11 @@ def _read_weights(model: Any, architecture: str, tensors: Mapping[str, Any], nam
     _log.warning("converting %s, once; later starts are fast", name)
     weights: dict[str, torch.Tensor] = {}
     for tensor in tensors.values():
-        values = dequantize(tensor.data, tensor.tensor_type)
         result = processor.process(
-            weights=values, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": weights}
+            weights=_dequantize(tensor),
+            name=tensor.name,
+            tensor_key_mapping=names,
+            parsed_parameters={"tensors": weights},
         )
         if result.name in names:
             weights[names[result.name]] = torch.from_numpy(np.array(result.weights, np.float32, order="C"))

@@ -12,8 +12,8 @@
 //     thread calls it for features of its own, with pointers to the first of them.
 //
 // inputs: a multiple of 32. features: at least 16. Memory of `packed` is aligned to 64 bytes, for speed. A thread that
-// multiplies has called enter_amx(), and has_amx() is true (cpp_amx.h). The sum of an output depends neither on `rows` nor
-// on how features are divided.
+// multiplies has called enter_amx(), and has_amx() is true (cpp_amx.h). The sum of an output depends neither on `rows`
+// nor on how features are divided.
 //
 // Weight rows are the left tiles, 16 features by 32 inputs, read where they are; the input has the right tiles, 32
 // inputs by 16 rows. So a product has the features in rows, and is transposed when it is stored. Weights of the next 32

@@ -14,8 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
+from ..kernels.int4_linear import Int4Linear, is_kernel_available
 from ..lora import LoraManager
-from .library import GELU, PLAIN, SILU, LinearOperator, NormOperator, load_kernels
+from .int4_operator import Int4Operator
+from .library import GELU, PLAIN, SILU, LinearOperator, NormOperator, gate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")  # transformers' `model_type`
 
@@ -45,8 +47,9 @@ class Projection:
         norm: NormOperator | None = None,
         mode: int = PLAIN,
     ) -> None:
-        self.fused = LinearOperator(layers, norm, mode)
-        self._product = self.fused if norm is None and mode == PLAIN else LinearOperator(layers)
+        operator: Any = Int4Operator if isinstance(layers[0], Int4Linear) else LinearOperator
+        self.fused: LinearOperator | Int4Operator = operator(layers, norm, mode)
+        self._product = self.fused if norm is None and mode == PLAIN else operator(layers)
         self._layers, self._paths, self._lora, self._norm, self._mode = layers, paths, lora, norm, mode
 
     def refresh(self) -> None:
@@ -57,7 +60,7 @@ class Projection:
 
     def __call__(self, x: Float[Tensor, "1 N E"], residual: Float[Tensor, "1 N F"] | None = None) -> Tensor:
         """Return the output, (1, N, F), added to `residual` if there is one."""
-        if self._lora is None or not any(self._lora.is_active(path) for path in self._paths):
+        if self._lora is None or not self._lora.changes_any(self._paths):
             return self.fused(x, residual)
         x = x if self._norm is None else self._norm(x)
         out, start = self._product(x), 0
@@ -67,15 +70,6 @@ class Projection:
         if self._mode != PLAIN:
             out = gate(out, self._mode)
         return out if residual is None else residual + out
-
-
-def gate(x: Float[Tensor, "*n 2F"], mode: int) -> Float[Tensor, "*n F"]:
-    """Multiply the activation of the first half of the features by the second half."""
-    width = x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], width)
-    num_rows = out.numel() // width
-    load_kernels(x.dtype).gate(mode, x.data_ptr(), num_rows, width, out.data_ptr(), torch.get_num_threads())
-    return out
 
 
 class LayerOperators:
@@ -97,7 +91,7 @@ class LayerOperators:
 
         def project(parent: Any, name: str, fused: str, parts: Sequence[str], **options: Any) -> Projection:
             names = (fused,) if hasattr(parent, fused) else parts
-            linears = [_linear(_part(parent, part)) for part in names]
+            linears = [check_linear(_part(parent, part)) for part in names]
             return Projection(linears, [f"{path}.{name}.{part}" for part in names], lora, **options)
 
         self._qkv = project(attention, "self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj"), norm=norms[0])
@@ -117,7 +111,7 @@ class LayerOperators:
         self._head_norm_addresses: list[int | None] = [norm.address for norm in head_norms] or [None, None]
         if head_norms and any(len(getattr(attention, name).weight) != self._head_dim for name in ("q_norm", "k_norm")):
             raise UnrecognizedLayerError("its query and key norms are not of single heads")
-        self._rotate = load_kernels(attention.o_proj.weight.dtype).rotate
+        self._rotate = norms[0].kernels.rotate
         self._norms = norms
 
     def refresh(self) -> None:
@@ -192,7 +186,14 @@ def _check_modules(parent: nn.Module, known: set[str]) -> None:
         raise UnrecognizedLayerError(f"{type(parent).__name__} has other parts: {', '.join(sorted(unknown))}")
 
 
-def _linear(layer: Any) -> nn.Linear:
+def check_linear(layer: Any) -> nn.Linear:
+    """Return a linear layer whose weight the operators read.
+
+    Raises:
+        UnrecognizedLayerError: if it is something else.
+    """
+    if isinstance(layer, Int4Linear) and is_kernel_available():
+        return layer
     parameters = [layer.weight, layer.bias] if type(layer) is nn.Linear else []
     if not parameters or any(
         p is not None and (type(p) is not nn.Parameter or type(p.data) is not Tensor or not p.is_contiguous())

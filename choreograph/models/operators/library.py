@@ -83,7 +83,7 @@ class NormOperator:
         self._struct = _Norm(None, eps, adds_one)
         self.address = ctypes.addressof(self._struct)
         weight: Any = module.weight
-        self._kernels = load_kernels(weight.dtype)
+        self.kernels = load_kernels(weight.dtype)
         self.refresh()
 
     def refresh(self) -> None:
@@ -98,7 +98,7 @@ class NormOperator:
         out = torch.empty_like(x)
         residual_ptr = None if residual is None else residual.contiguous().data_ptr()
         rows = x.numel() // width
-        self._kernels.norm(
+        self.kernels.norm(
             self.address, x.data_ptr(), rows, width, residual_ptr, out.data_ptr(), torch.get_num_threads()
         )
         return out
@@ -154,3 +154,12 @@ class LinearOperator:
             *(None if residual is None else residual.contiguous().data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+
+def gate(x: Float[Tensor, "*n 2F"], mode: int) -> Float[Tensor, "*n F"]:
+    """Multiply the activation of the first half of the features by the second half."""
+    width = x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], width)
+    num_rows = out.numel() // width
+    load_kernels(x.dtype).gate(mode, x.data_ptr(), num_rows, width, out.data_ptr(), torch.get_num_threads())
+    return out

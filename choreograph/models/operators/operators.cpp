@@ -20,7 +20,7 @@ constexpr int STRIP = 32;  // input features per iteration; rows of prepared inp
 constexpr int CHUNK = 64;  // output features that are computed before bias, gate and residual are applied
 constexpr int N = 4;       // output features at once
 constexpr int M = LANES == 16 ? 6 : 3;           // rows at once: M * N sums and their operands fit in registers
-constexpr int FEW = 2 * M;                       // rows up to which weights are widened for each product
+constexpr int FEW = 12;                          // rows up to which weights are widened for each product
 constexpr int AHEAD = 8 << 10;  // bytes from a weight to the one that is prefetched meanwhile, in the order of memory
 constexpr int64_t ROWS_BYTES = 192 << 10;        // of rows that take turns with a chunk, in the second-level cache
 
@@ -178,8 +178,10 @@ void product(int rows, const Input<T>* x, int64_t x_row, const T* w, int count, 
         const float* rows_of[N];
         for (int k = 0; k < N; k++) {
           float* row = wide + k * x_row;
-          for (int64_t i = 0; i + STRIP <= in; i += STRIP)
+          for (int64_t i = 0; i + STRIP <= in; i += STRIP) {
+            if (ahead) __builtin_prefetch(from[k] + AHEAD / sizeof(T) + i, 0, 2);
             for (int s = 0; s < STRIP; s += LANES) store(row + i + s, Products<T, T>::weight(from[k] + i, s));
+          }
           if (int64_t i = in / STRIP * STRIP; i < in) {
             std::fill(row + i, row + x_row, 0.0f);
             for (; i < in; i++) row[place<T>(i)] = to_float(from[k][i]);
@@ -214,6 +216,7 @@ enum Mode { PLAIN, SILU, GELU };  // the latter: of the first part, times the se
 template <class T>
 void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x, int64_t rows, int64_t in,
             const T* residual, T* out, int threads) {
+  if (rows == 0) return;  // of a step that samples nothing
   typedef Input<T> In;
   int64_t padded = (in + STRIP - 1) / STRIP * STRIP, features = 0, chunks = 0;
   int outputs = mode == PLAIN ? count : 1;  // parts that have output features
