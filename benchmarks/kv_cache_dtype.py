@@ -44,12 +44,13 @@ def mean_row(measure: str, samples: list[float], **facts: str) -> Row:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model", default=DEFAULT_MODEL)
-    options.add_argument("--pieces", type=int, default=48, help="most pieces of text")
+    options.add_argument("--pieces", type=int, default=24, help="most pieces of text")
     options.add_argument("--tokens", type=int, default=512, help="tokens of a piece")
+    options.add_argument("--dtypes", nargs="+", default=DTYPES, help="of the model")
     given = options.parse_args()
     text = "\n\n".join((ROOT / name).read_text() for name in TEXTS)
     rows: list[Row] = []
-    for dtype in DTYPES:
+    for dtype in given.dtypes:
         result = {}
         for kv_dtype in KV_DTYPES:
             engine = open_engine(given.model, dtype, kv_dtype, given.tokens)
