@@ -30,6 +30,7 @@ HINTED_POLICIES = ("workflow",)  # those that read the hints of agents
 
 EvictionPolicyName = Literal["workflow", "lru", "lfu", "fifo"]
 Quantization = Literal["int4"]
+KVCacheDtype = Literal["auto", "int8"]
 
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 EVICTION_POLICY_NAMES: tuple[str, ...] = get_args(EvictionPolicyName)
@@ -169,6 +170,8 @@ class CacheConfig:
     """Host tier: tokens, or a size; by default there is none."""
     disk_capacity: CacheSize | None = None
     """Disk tier: tokens, or a size; by default there is none."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Format of keys and values in all tiers: that of the model, or int8 with a float32 scale for each token and head."""
     # directory of the disk tier; None: the temporary directory
     disk_dir: Annotated[Any, AfterValidator(_check_disk_dir)] | None = None
     poison_freed_pages: StrictBool = False  # fill freed pages with NaN, so that tests detect reads of freed memory

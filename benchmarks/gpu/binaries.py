@@ -69,12 +69,22 @@ class KernelBinary:
 
 
 def compile_attend(
-    head_shape: HeadShape, spec: AttentionSpec, dtype: str, rows: int, arch: int, *, single_split: bool = False
+    head_shape: HeadShape,
+    spec: AttentionSpec,
+    dtype: str,
+    rows: int,
+    arch: int,
+    *,
+    single_split: bool = False,
+    is_int8: bool = False,
 ) -> KernelBinary:
     size = DTYPES[dtype]
     given = launch_config(head_shape, tile_rows(head_shape, rows, size), size, spec, single_split)
     options = {name: given.pop(name) for name in ("num_warps", "num_stages")}
-    types = dict.fromkeys(("query", "keys", "values", "rotated_q"), f"*{dtype}") | dict.fromkeys(given, "constexpr")
+    given["INT8"] = is_int8
+    types = dict.fromkeys(("query", "rotated_q"), f"*{dtype}") | dict.fromkeys(given, "constexpr")
+    types |= dict.fromkeys(("keys", "values"), "*i8" if is_int8 else f"*{dtype}")
+    types |= dict.fromkeys(("key_scales", "value_scales"), "*fp32" if is_int8 else f"*{dtype}")
     types |= dict.fromkeys(("work_items", "kv_chunks", "row_params", "rows"), "*i32")
     types |= dict.fromkeys(("cos", "sin", "alibi_slopes", "lse"), "*fp32") | {
         "partial_out": f"*{dtype if single_split else 'fp32'}"

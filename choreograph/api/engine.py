@@ -10,6 +10,7 @@ from typing import Any, Unpack, overload
 import torch
 from transformers import PreTrainedModel
 
+from ..attention.int8_rows import SCALE_BYTES
 from ..config import EngineConfig, as_int, check_capacity, parse_capacity
 from ..context.feature import ContextFeature, FeatureSet
 from ..core.core import EngineCore
@@ -59,9 +60,7 @@ class Engine:
         models: Models | None = None,
         features: Iterable[ContextFeature] = (),
     ) -> None:
-        config, model_info = config or EngineConfig(), hf_model.model_info
-        memory = [total_memory(device) for device in (model_info.device, torch.device("cpu"))]
-        check_capacity(config.cache, model_info.kv_bytes_per_token, *memory)
+        config = config or EngineConfig()
         events, lock = EventBus(), DeferSigintLock()
         cache_manager = _create_cache_manager(hf_model, config, events, lock.sleep)
         features, guard, self.other_models = tuple(features), Guard(), OtherModels()
@@ -395,7 +394,7 @@ def _create_cache_manager(
     """Create the KV cache of an engine: pool, tiers and transfer executor.
 
     Raises:
-        ConfigError: if the ranks of one model have different options.
+        ConfigError: if the ranks of one model have different options, or the cache does not suit the model or memory.
     """
     model_info, cache, tp_group = hf_model.model_info, config.cache, hf_model.tp_group
     if tp_group is not None:
@@ -404,17 +403,24 @@ def _create_cache_manager(
         shared_options = shared_config, policy_name(cache.eviction)
         model_options = model_info.layers, model_info.max_positions, model_info.dtype
         tp_group.ensure_equal("options", (*shared_options, *model_options))
-    bytes_per_token = model_info.kv_bytes_per_token
-    if (
-        cache.capacity is None
-        or parse_capacity(cache.capacity, bytes_per_token) * bytes_per_token >= GC_THRESHOLD_BYTES
-    ):
+    row_width, dtype = model_info.head_dim, model_info.dtype
+    if cache.kv_cache_dtype == "int8":
+        if row_width % SCALE_BYTES:
+            raise ConfigError(
+                f"kv_cache_dtype='int8': the head size {row_width} is no multiple of {SCALE_BYTES}; use 'auto'"
+            )
+        row_width, dtype = row_width + SCALE_BYTES, torch.int8
+    bytes_per_token = 2 * model_info.layers * model_info.kv_heads * row_width * dtype.itemsize
+    memory = [total_memory(device) for device in (model_info.device, torch.device("cpu"))]
+    check_capacity(cache, bytes_per_token, *memory)
+    capacity = None if cache.capacity is None else parse_capacity(cache.capacity, bytes_per_token)
+    if capacity is None or capacity * bytes_per_token >= GC_THRESHOLD_BYTES:
         gc.collect()  # unreferenced engines contain reference cycles; free their memory now
     pool = KVPool(
-        pages=hf_model.default_cache_tokens(cache.capacity) // cache.page_size,
+        pages=hf_model.default_cache_tokens(capacity) // cache.page_size,
         page_size=cache.page_size,
-        layers=[(model_info.kv_heads, model_info.head_dim)] * model_info.layers,
-        dtype=model_info.dtype,
+        layers=[(model_info.kv_heads, row_width)] * model_info.layers,
+        dtype=dtype,
         device=model_info.device,
         poison_freed_pages=cache.poison_freed_pages,
     )

@@ -44,17 +44,18 @@ class SizeDispatchBackend:
 
 
 def create_tuned_backend(
-    name: str, head_shape: HeadShape, dtype: torch.dtype, device: torch.device
+    name: str, head_shape: HeadShape, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> tuple[Backend, str | None]:
     """Create a backend by name; `auto` selects the fastest measured ones.
 
-    Small and large batches may use different backends. Without a measurement, the result is that of
-    `create_backend`.
+    Small and large batches may use different backends. Without a measurement, which an int8 cache never has, the
+    result is that of `create_backend`.
     """
-    table = _load_tables().get(_key(head_shape, dtype, device), {}) if name == "auto" else {}
+    is_measured = name == "auto" and kv_dtype in (None, dtype)
+    table = _load_tables().get(_key(head_shape, dtype, device), {}) if is_measured else {}
     backends = _create_available(list(table), head_shape, dtype, device)
     if not backends:
-        return create_backend(name, head_shape.head_dim, dtype, device)
+        return create_backend(name, head_shape.head_dim, dtype, device, kv_dtype)
     small, large = fastest({name: table[name] for name in backends})
     return (backends[small] if small == large else SizeDispatchBackend(backends[small], backends[large])), None
 

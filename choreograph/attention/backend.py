@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..config import BACKENDS
 from . import cpp_backend, reference, torch_sdpa
+from .int8_rows import StoredRows, encode
 from .metadata import AttentionCall, AttentionMetadata, AttentionSpec
 
 
@@ -34,12 +35,12 @@ def write(
     slots: Int[Tensor, "N"],
     key: Float[Tensor, "G N D"],
     value: Float[Tensor, "G N D"],
-    keys: Float[Tensor, "S G D"],
-    values: Float[Tensor, "S G D"],
+    keys: StoredRows,
+    values: StoredRows,
 ) -> None:
     """Write the keys and values of the batch into their slots."""
-    keys[slots] = key.transpose(0, 1)
-    values[slots] = value.transpose(0, 1)
+    key, value = key.transpose(0, 1), value.transpose(0, 1)
+    keys[slots], values[slots] = (encode(key), encode(value)) if keys.dtype == torch.int8 else (key, value)
 
 
 def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -68,8 +69,13 @@ def _device_slots(metadata: AttentionMetadata, device: torch.device) -> Tensor:
     return cast(Tensor, metadata.cache[key])
 
 
-def create_backend(name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Backend, str | None]:
+def create_backend(
+    name: str, head_dim: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+) -> tuple[Backend, str | None]:
     """Create a backend by name.
+
+    Args:
+        kv_dtype: of stored keys and values, `dtype` or int8; None for `dtype`.
 
     Returns:
         The backend, and why `auto` fell back to SDPA (None if it did not).
@@ -86,7 +92,7 @@ def create_backend(name: str, head_dim: int, dtype: torch.dtype, device: torch.d
     reason = None
     if name != "sdpa":
         try:
-            return cpp_backend.load_kernel(head_dim, dtype, device), None
+            return cpp_backend.load_kernel(head_dim, dtype, device, kv_dtype), None
         except cpp_backend.BackendUnavailableError as exc:
             if name == "native":
                 raise
@@ -125,8 +131,8 @@ class ForwardContext:
     """Inputs of the attention layers for one forward pass."""
 
     metadata: AttentionMetadata  # of all layers not in `layer_metadata`
-    keys: list[Tensor]  # per layer (S, G, D), the pool's tensors
-    values: list[Tensor]  # per layer (S, G, D), the pool's tensors
+    keys: list[Tensor]  # per layer, the pool's tensors; see `StoredRows`
+    values: list[Tensor]  # likewise
     specs: Sequence[AttentionSpec]  # per layer
     backend: Backend
     layer_waiters: tuple[Callable[[int], None], ...] = ()  # wait until a layer is loaded; called before it is read

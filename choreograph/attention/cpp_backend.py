@@ -24,6 +24,7 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from ..errors import ConfigError
+from .int8_rows import SCALE_BYTES
 from .metadata import AttentionCall
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -87,8 +88,13 @@ def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) 
 
 
 @cache
-def load_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> "CppBackend":
+def load_kernel(
+    head_dim: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+) -> "CppBackend":
     """Load the kernel for a head dimension and dtype; build if missing.
+
+    Args:
+        kv_dtype: of stored keys and values, `dtype` or int8; None for `dtype`.
 
     Raises:
         BackendUnavailableError: if the arguments are not supported, or it cannot be built or loaded.
@@ -96,10 +102,10 @@ def load_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> "Cpp
     if reason := unsupported_reason(head_dim, dtype, device):
         raise BackendUnavailableError(reason)
     try:
-        library = ctypes.CDLL(str(build(head_dim, dtype, user_cache_path("choreograph") / "native")))
+        library = ctypes.CDLL(str(build(head_dim, dtype, user_cache_path("choreograph") / "native", kv_dtype=kv_dtype)))
     except OSError as exc:  # a cache folder that cannot be written, a library that cannot be loaded
         raise BackendUnavailableError(str(exc)) from None
-    return CppBackend(library, head_dim, dtype)
+    return CppBackend(library, head_dim, dtype, kv_dtype)
 
 
 class CppBackend:
@@ -107,8 +113,11 @@ class CppBackend:
 
     name = "native"
 
-    def __init__(self, library: ctypes.CDLL, head_dim: int, dtype: torch.dtype) -> None:
-        self._head_dim, self._dtype = head_dim, dtype
+    def __init__(
+        self, library: ctypes.CDLL, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        row = (head_dim + SCALE_BYTES, torch.int8) if kv_dtype == torch.int8 else (head_dim, dtype)
+        self._expected = (head_dim, dtype), row
         self._kernel = library.choreograph_attend
         self._kernel.argtypes = (_POINTER, ctypes.c_float, *(_POINTER, _LONG, _LONG) * 3, *(_POINTER,) * 4)
         self._kernel.restype = None
@@ -116,12 +125,10 @@ class CppBackend:
     def __call__(self, call: AttentionCall) -> Float[Tensor, "N H D"]:
         """Write the batch's keys and values into their slots, then compute attention."""
         query, key, value, keys, values = call.query, call.key, call.value, call.keys, call.values
-        for tensor in (query, key, value, keys, values):
-            if tensor.dtype != self._dtype or tensor.shape[-1] != self._head_dim:
-                raise TypeError(
-                    f"the kernel is built for head size {self._head_dim} and {self._dtype}, "
-                    f"not {tensor.shape[-1]} and {tensor.dtype}"
-                )
+        for expected, tensors in zip(self._expected, ((query, key, value), (keys, values)), strict=True):
+            for tensor in tensors:
+                if (actual := (tensor.shape[-1], tensor.dtype)) != expected:
+                    raise TypeError("the kernel is built for rows of {} in {}, not {} in {}".format(*expected, *actual))
         num_heads, num_tokens, head_dim = query.shape
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
@@ -170,12 +177,15 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
     return result
 
 
-def build(head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str) -> Path:
+def build(
+    head_dim: int, dtype: torch.dtype, folder: Path, *extra_flags: str, kv_dtype: torch.dtype | None = None
+) -> Path:
     """Compile the kernel library into `folder`, if missing; return its path."""
+    stored = "int8_t" if kv_dtype == torch.int8 else C_TYPES[dtype]
     sources = [
         Path(__file__).with_name(name) for name in ("cpp_kernel.cpp", "cpp_tiles.h", "cpp_amx.h", "cpp_vector.h")
     ]
-    flags = (f"-DWIDTH={head_dim}", f"-DELEMENT={C_TYPES[dtype]}", *extra_flags)
+    flags = (f"-DWIDTH={head_dim}", f"-DELEMENT={C_TYPES[dtype]}", f"-DSTORED={stored}", *extra_flags)
     return compile_library("attend", sources, flags, folder)
 
 

@@ -27,9 +27,13 @@ struct Reader { int32_t row0, row1, shift, limit, step, position; };
 // Queries in lanes that read a range: of each, from <= slot < to; of `all`, every slot from all_from to all_to.
 struct Span { int from, to, all_from, all_to; };
 
-// D: head dimension. V = D / LANES vectors per head.
-template <class T, int D>
+// T: of rows that are computed with. S: of stored rows, T or int8_t. Q: of queries and results. D: head dimension.
+// V = D / LANES vectors per head.
+template <class T, class S, class Q, int D>
 struct Kernel {
+  static constexpr bool IS_CODED = std::is_same_v<S, int8_t>;
+  static constexpr int ROW = D + (IS_CODED ? sizeof(float) : 0);  // elements of a stored row
+  using Next = Ahead<S, ROW>;
   using E = std::conditional_t<DOTS<T>, bf16, float>;           // of operands
   using Packed = std::conditional_t<DOTS<T>, uint32_t, float>;  // of queries and weights in lanes; pairs in bfloat16
   static constexpr int V = D / LANES, TILE = DOTS<T> ? 128 : 64;
@@ -41,7 +45,7 @@ struct Kernel {
 
   // Few queries read a tile as it is stored, LANES keys at a time: s[a][j] = query a . key j.
   template <int M>
-  static void few_scores(const E* q, const T* keys, int64_t stride, int n, float* s, Ahead<T, D>& next) {
+  static void few_scores(const E* q, const T* keys, int64_t stride, int n, float* s, Next& next) {
     for (int j = 0; j < n; j += LANES) {
       next.advance(LANES);
       vec part[M][LANES];
@@ -67,13 +71,13 @@ struct Kernel {
 
   // out[a] += p[a] @ values (n, D), up to SIDE registers of a value at once.
   template <int M>
-  static void few_mix(const E* p, const T* values, int64_t stride, int n, float* out, Ahead<T, D>& next) {
+  static void few_mix(const E* p, const T* values, int64_t stride, int n, float* out, Next& next) {
     constexpr int SIDE = LANES == 16 || M <= 3 ? 4 : 2, REST = V % SIDE, DONE = D - REST * LANES;
     for (int d = 0; d < DONE; d += SIDE * LANES) mix_columns<M, SIDE>(p, values + d, stride, n, out + d, next);
     if constexpr (REST) mix_columns<M, REST>(p, values + DONE, stride, n, out + DONE, next);
   }
   template <int M, int C>
-  static void mix_columns(const E* p, const T* values, int64_t stride, int n, float* out, Ahead<T, D>& next) {
+  static void mix_columns(const E* p, const T* values, int64_t stride, int n, float* out, Next& next) {
     vec sum[M][C];
     for (int m = 0; m < M; m++) for (int c = 0; c < C; c++) sum[m][c] = load(out + m * D + c * LANES);
     for (int j = 0; j < n; j += DOTS<T> ? 2 : 1) {
@@ -137,6 +141,7 @@ struct Kernel {
   // In lanes, of each head: sums^T in blocks (D, W) of queries, their maxima and norms, and queries^T (INNER, W).
   struct Work {
     std::vector<Tile> tiles;
+    std::vector<T> decoded_keys = std::vector<T>(IS_CODED ? TILE * D : 0), decoded_values = decoded_keys;
     std::vector<E> query, turned, keys, values, few_weights;
     std::vector<Packed> laid, weights;
     std::vector<float> scores, sums, top, norm;
@@ -231,13 +236,13 @@ struct Kernel {
 
   // Rows b0 <= r < b1 of KV heads g0 <= g < g1; acc (g1 - g0, nq, D), top and norm (g1 - g0, nq). `packed`: values of
   // the ranges that have an offset, or null.
-  static void item(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
-                   const T* Vs, const Segment* seg, int segs, const Reader* rd, int readers, int g0, int g1, int b0,
+  static void item(const Shape& s, const Rotation& rot, const Q* q, int64_t q_row, int64_t q_head, const S* K,
+                   const S* Vs, const Segment* seg, int segs, const Reader* rd, int readers, int g0, int g1, int b0,
                    int b1, int size, int stripe, int stripes, const Values& packed, Work& w, float* acc, float* top,
                    float* norm) {
     int nq = (b1 - b0) * s.share, heads = g1 - g0, all = heads * nq, prepared = -1;
     for (int m = 0; m < all; m++) {
-      const T* x = q + (b0 + m % nq / s.share) * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
+      const Q* x = q + (b0 + m % nq / s.share) * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
       float factor = DOTS<T> ? 1 : s.scale;
       for (int d = 0; d < D; d++) from_float(to_float(x[d]) * factor, w.query[(int64_t)m * D + d]);
     }
@@ -247,8 +252,8 @@ struct Kernel {
     w.is_wide = false;
     split(s, seg, segs, rd, readers, b0, b1, size, stripe, stripes, w.tiles);
     static const std::vector<Tile> none;
-    const auto& prefetched = packed.at || sizeof(T) == sizeof(float) ? none : w.tiles;  // it does not pay in float32
-    Ahead<T, D> next(K + g0 * D, Vs + g0 * D, s.slot_stride, heads, seg, prefetched);
+    const auto& prefetched = packed.at || sizeof(S) == sizeof(float) ? none : w.tiles;  // it does not pay in float32
+    Next next(K + g0 * ROW, Vs + g0 * ROW, s.slot_stride, heads, seg, prefetched);
     for (auto [segment, t, n, active] : w.tiles) {
       int first = seg[segment].first, end = segment + 1 < segs ? seg[segment + 1].first : readers;
       bool wide = active > FEW;
@@ -260,11 +265,13 @@ struct Kernel {
       }
       int64_t row = (int64_t)(seg[segment].lo + t) * s.slot_stride;
       for (int g = g0; g < g1; g++) {
-        const T *k = K + row + g * D, *v = Vs + row + g * D;
+        const E* ready = wide ? packed.of(segment, t, g) : nullptr;
+        const T* k = rows(K + row + g * ROW, s.slot_stride, n, w.decoded_keys);
+        const T* v = ready ? nullptr : rows(Vs + row + g * ROW, s.slot_stride, n, w.decoded_values);
         int64_t at = (int64_t)(g - g0) * nq;  // first query of the head
         next.begin(n);
         if (wide) {
-          tile(s, g, g - g0, nq, t, n, k, v, packed.of(segment, t, g), next, w);
+          tile(s, g, g - g0, nq, t, n, k, v, ready, next, w);
           continue;
         }
         for (int e = first; e < end; e++)
@@ -340,6 +347,17 @@ struct Kernel {
       }
   }
 
+  // Rows of a tile as they are computed with, `stride` elements apart: where they are stored, or decoded.
+  static int64_t stride(const Shape& s) { return IS_CODED ? D : s.slot_stride; }
+  static const T* rows(const S* stored, int64_t stride, int n, std::vector<T>& decoded) {
+    if constexpr (IS_CODED) {
+      for (int j = 0; j < n; j++) decode<D>(stored + j * stride, &decoded[j * D]);
+      return decoded.data();
+    } else {
+      return stored;
+    }
+  }
+
   // Keys and values of a tile as operands of products: elements from row to row, and from step to step. Both are
   // copied, since rows whose distance is a power of two would displace one another in the first-level cache.
   struct Operand { const E* at; int64_t row, step; };
@@ -352,9 +370,9 @@ struct Kernel {
     std::fill(w.keys.data() + n * DEPTH, w.keys.data() + rows * DEPTH, E{});
     return {w.keys.data(), DEPTH, DOTS<T> ? UNIT : 1};
   }
-  static Operand value_operand(const T* v, int64_t stride, int n, const E* packed, Ahead<T, D>& next, Work& w) {
+  static Operand value_operand(const T* v, int64_t stride, int n, const E* packed, Next& next, Work& w) {
     if constexpr (DOTS<T>) {
-      if (!packed) pack_values(v, stride, n, w.values.data(), next);
+      if (!packed) pack_values<D>(v, stride, n, w.values.data(), next);
       return {packed ? packed : w.values.data(), UNIT, UNIT * D};
     } else {
       for (int j = 0; j < n; j++)
@@ -365,10 +383,10 @@ struct Kernel {
 
   // Queries in lanes of head h of an item attend to slots t <= j < t + n of a range.
   static void tile(const Shape& s, int g, int h, int nq, int t, int n, const T* k, const T* v, const E* packed,
-                   Ahead<T, D>& next, Work& w) {
+                   Next& next, Work& w) {
     int padded = w.from.size();
-    Operand keys = key_operand(k, s.slot_stride, n, w);
-    Operand values = value_operand(v, s.slot_stride, n, packed, next, w);
+    Operand keys = key_operand(k, stride(s), n, w);
+    Operand values = value_operand(v, stride(s), n, packed, next, w);
     for (int m = 0; m < padded; m += W) {
       int lo = std::max(w.spans[m / W].from - t, 0) / STEP * STEP, hi = std::min(w.spans[m / W].to - t, n);
       if (lo >= hi) continue;
@@ -495,7 +513,7 @@ struct Kernel {
 
   // A reader of a tile with few queries.
   static void few(const Shape& s, const Reader& r, const E* q, int g, int b0, int b1, int t, int n, const T* k,
-                  const T* v, Ahead<T, D>& next, Work& w, float* acc, float* top, float* norm) {
+                  const T* v, Next& next, Work& w, float* acc, float* top, float* norm) {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     trim(s, r, t, n, r0, r1);
     int end = (r1 - b0) * s.share;
@@ -515,10 +533,10 @@ struct Kernel {
   }
   template <int M>
   static void few_queries(const Shape& s, const Reader& r, const E* q, int g, int b0, int m, int t, int n, const T* k,
-                          const T* v, Ahead<T, D>& next, Work& w, float* acc, float* top, float* norm) {
+                          const T* v, Next& next, Work& w, float* acc, float* top, float* norm) {
     float *scores = w.scores.data(), *sums = acc + (int64_t)m * D;
     E* weights = DOTS<T> ? w.few_weights.data() : (E*)scores;
-    few_scores<M>(q + (int64_t)m * D, k, s.slot_stride, n, scores, next);
+    few_scores<M>(q + (int64_t)m * D, k, stride(s), n, scores, next);
     for (int a = 0; a < M; a++) {
       int row = b0 + (m + a) / s.share;
       Range x = range(s, r, row);
@@ -536,11 +554,11 @@ struct Kernel {
       }
       few_softmax(own, from, to, n, factor, top[m + a], norm[m + a], sums + a * D, weights + a * TILE);
     }
-    few_mix<M>(weights, v, s.slot_stride, n, sums, next);
+    few_mix<M>(weights, v, stride(s), n, sums, next);
   }
 
-  static void run(const Shape& s, const Rotation& rot, const T* q, int64_t q_row, int64_t q_head, const T* K,
-                  const T* Vs, T* out, const Segment* seg, int segs, const Reader* rd, int readers, int threads) {
+  static void run(const Shape& s, const Rotation& rot, const Q* q, int64_t q_row, int64_t q_head, const S* K,
+                  const S* Vs, Q* out, const Segment* seg, int segs, const Reader* rd, int readers, int threads) {
     int block = std::max(1, 192 / s.share), blocks = (s.rows + block - 1) / block;
     bool decode = blocks == 1 || readers >= s.rows;  // few queries a tile: split by tiles only
     int heads = decode ? s.groups : 1, parts = s.groups / heads * blocks, size = TILE, stripes = 1;
@@ -574,12 +592,13 @@ struct Kernel {
       Work w(nq, heads);
       std::vector<float> own(stripes > 1 ? 0 : (int64_t)all * (D + 2));
       if constexpr (DOTS<T>) {
-        Ahead<T, D> none(K, Vs, 0, 0, seg, {});
+        Next none(K, Vs, 0, 0, seg, {});
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < count * s.groups; i++) {
           Tile x = units[i % count];
-          const T* v = Vs + (int64_t)(seg[x.segment].lo + x.start) * s.slot_stride + i / count * D;
-          pack_values(v, s.slot_stride, x.n, &values[i * UNIT * D], none);
+          const S* stored = Vs + (int64_t)(seg[x.segment].lo + x.start) * s.slot_stride + i / count * ROW;
+          const T* v = rows(stored, s.slot_stride, x.n, w.decoded_values);
+          pack_values<D>(v, stride(s), x.n, &values[i * UNIT * D], none);
         }
       }
       enter_amx();
@@ -609,7 +628,7 @@ struct Kernel {
 
   // Writes rows b0 <= r < b1 of KV head g.
   static void merge_rows(const Shape& s, const float* acc, const float* top, const float* norm, int stripes, int nq,
-                         int g, int b0, int b1, T* out) {
+                         int g, int b0, int b1, Q* out) {
     for (int m = 0; m < (b1 - b0) * s.share; m++)
       merge(acc, top, norm, stripes, nq, m, s.sinks ? s.sinks + g * s.share + m % s.share : nullptr,
             out + ((int64_t)(b0 + m / s.share) * s.heads + g * s.share + m % s.share) * D);
@@ -617,7 +636,7 @@ struct Kernel {
 
   // sink: extra softmax logit with a value of zero, or null
   static void merge(const float* acc, const float* top, const float* norm, int stripes, int nq, int m,
-                    const float* sink, T* out) {
+                    const float* sink, Q* out) {
     float best = -INFINITY, total = 0, sum[D] = {};
     for (int i = 0; i < stripes; i++) best = std::max(best, top[(int64_t)i * nq + m]);
     if (sink) {
@@ -635,13 +654,16 @@ struct Kernel {
   }
 };
 
-template <class T>
-void write(const T* k, int64_t k_row, int64_t k_head, const Shape& s, int width, const int64_t* slots, T* to,
-           int threads) {
+template <int D, int ROW, class Q, class S>
+void write(const Q* k, int64_t k_row, int64_t k_head, const Shape& s, const int64_t* slots, S* to, int threads) {
 #pragma omp parallel for num_threads(threads) if (s.rows >= 64)
   for (int r = 0; r < s.rows; r++)
-    for (int g = 0; g < s.groups; g++)
-      memcpy(to + slots[r] * s.slot_stride + g * width, k + r * k_row + g * k_head, width * sizeof(T));
+    for (int g = 0; g < s.groups; g++) {
+      const Q* x = k + r * k_row + g * k_head;
+      S* row = to + slots[r] * s.slot_stride + g * ROW;
+      if constexpr (std::is_same_v<S, Q>) memcpy(row, x, D * sizeof(Q));
+      else encode<D>(x, row);
+    }
 }
 
 }  // namespace
@@ -655,17 +677,21 @@ struct PlanView {
   float softcap;
 };
 
-// Strides are in elements. WIDTH (head dimension) and ELEMENT (float or bf16) are compiler definitions.
+// Strides are in elements. WIDTH (head dimension), ELEMENT (float or bf16) and STORED (ELEMENT, or int8_t for the rows of
+// int8_rows.py) are compiler definitions.
 extern "C" void choreograph_attend(
     const PlanView* p, float scale, const ELEMENT* q, int64_t q_head, int64_t q_row, const ELEMENT* k, int64_t k_head,
-    int64_t k_row, const ELEMENT* v, int64_t v_head, int64_t v_row, ELEMENT* keys, ELEMENT* values, ELEMENT* out,
+    int64_t k_row, const ELEMENT* v, int64_t v_head, int64_t v_row, STORED* keys, STORED* values, ELEMENT* out,
     const float* sinks) {
   int rows = p->rows, heads = p->heads, groups = p->groups;
-  Shape s{rows, heads, groups, heads / groups, groups * WIDTH, scale * BASE2, p->softcap * BASE2, (int)p->window,
+  using Decoded = std::conditional_t<DOTS<ELEMENT>, bf16, float>;
+  using Attention = Kernel<std::conditional_t<std::is_same_v<STORED, int8_t>, Decoded, STORED>, STORED, ELEMENT, WIDTH>;
+  constexpr int ROW = Attention::ROW;
+  Shape s{rows, heads, groups, heads / groups, groups * ROW, scale * BASE2, p->softcap * BASE2, (int)p->window,
           p->positions, p->slopes, sinks};
   Rotation rotation{p->cos, p->sin, (int)p->half, (int)p->interleaved};
-  write(k, k_row, k_head, s, WIDTH, p->slots, keys, p->threads);
-  write(v, v_row, v_head, s, WIDTH, p->slots, values, p->threads);
-  Kernel<ELEMENT, WIDTH>::run(s, rotation, q, q_row, q_head, keys, values, out, (const Segment*)p->segments,
+  write<WIDTH, ROW>(k, k_row, k_head, s, p->slots, keys, p->threads);
+  write<WIDTH, ROW>(v, v_row, v_head, s, p->slots, values, p->threads);
+  Attention::run(s, rotation, q, q_row, q_head, keys, values, out, (const Segment*)p->segments,
                               p->segment_count, (const Reader*)p->readers, p->reader_count, p->threads);
 }

@@ -75,8 +75,8 @@ void multiply(int rows, const bf16* a, int64_t row, int64_t step, const uint32_t
 }
 
 // Packs `n` rows of values (n, D), as V^T: blocks (D, UNIT) of UNIT rows each, the last one padded with zeros.
-template <int D>
-void pack_values(const bf16* v, int64_t stride, int n, bf16* to, Ahead<bf16, D>& next) {
+template <int D, class Next>
+void pack_values(const bf16* v, int64_t stride, int n, bf16* to, Next& next) {
   for (; n > 0; n -= UNIT, v += UNIT * stride, to += UNIT * D)
     for (int d = 0; d < D; d += LANES) {
       next.advance(LANES * UNIT / D * 2);

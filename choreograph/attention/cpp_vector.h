@@ -25,6 +25,7 @@ typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias))
 typedef int ivec __attribute__((vector_size(LANES * 4)));
 typedef unsigned uvec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef int8_t bvec __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 inline vec load(const float* p) { return *(const vec*)p; }
 inline void store(float* p, vec x) { *(vec*)p = x; }
@@ -60,6 +61,8 @@ inline vec widen(const bf16* p) {
   ivec wide = __builtin_convertvector(*(const hvec*)p, ivec) << 16;
   return (vec)wide;
 }
+
+inline vec widen(const int8_t* p) { return __builtin_convertvector(*(const bvec*)p, vec); }
 
 inline vec exp2_fast(vec x) {  // error at most 2 ulp for x in [-126, 0]; 0 below
   const vec least = splat(-126.0f), big = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
@@ -103,6 +106,33 @@ inline ivec pairs_of_rows(const bf16* p, int64_t stride, int rows) {
   if (rows > 1) b = *(const hvec*)(p + stride);
   return __builtin_convertvector(a, ivec) | __builtin_convertvector(b, ivec) << 16;
 }
+// Rows of an int8 cache, as in int8_rows.py: D steps, and the size of a step as a float.
+template <int D, class T>
+void encode(const T* x, int8_t* to) {
+  const vec big = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
+  vec most = splat(1e-30f), check{};   // the latter is NaN if a number is not finite
+  for (int d = 0; d < D; d += LANES) {
+    vec y = widen(x + d);
+    most = larger(most, y < 0 ? -y : y);
+    check += y - y;
+  }
+  float size = most[0], sum = check[0];
+  for (int i = 1; i < LANES; i++) size = std::max(size, most[i]), sum += check[i];
+  const float scale = size / 127 + sum;
+  for (int d = 0; d < D; d += LANES) {
+    vec steps = (widen(x + d) / scale + big) - big;
+    *(bvec*)(to + d) = __builtin_convertvector(__builtin_convertvector(steps, ivec), bvec);
+  }
+  memcpy(to + D, &scale, sizeof(scale));
+}
+template <int D, class T>
+void decode(const int8_t* row, T* to) {
+  float scale;
+  memcpy(&scale, row + D, sizeof(scale));
+  if (scale != scale) scale = NAN;  // whose bits `store` can round
+  for (int d = 0; d < D; d += LANES) store(to + d, widen(row + d) * scale);
+}
+
 // sum + the dot products of pairs.
 inline vec dot(vec sum, ivec a, ivec b) {
 #ifdef __AVX512BF16__

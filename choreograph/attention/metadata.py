@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
+from .int8_rows import StoredRows
 from .rope import Rope
 
 
@@ -158,8 +159,8 @@ class AttentionCall:
     query: Float[Tensor, "H N D"]  # rotated to the tokens' positions
     key: Float[Tensor, "G N D"]  # of the batch's tokens, written into their slots
     value: Float[Tensor, "G N D"]
-    keys: Float[Tensor, "S G D"]  # of all slots, rotated to their base positions
-    values: Float[Tensor, "S G D"]
+    keys: StoredRows  # of all slots, rotated to their base positions
+    values: StoredRows
     scale: float  # factor of the scores
     spec: AttentionSpec
     sinks: Float[Tensor, "H"] | None = None  # extra softmax logit per head, with a value of zero

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from .int8_rows import to_float
 from .metadata import AttentionCall, AttentionSpec
 from .rope import rotate
 
@@ -16,7 +17,8 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     scores, gathered_values = [], []
     cos, sin = (torch.from_numpy(table).to(device) for table in metadata.rope_tables(spec.rope))
     for index, (start, end, _) in enumerate(metadata.kv_runs):
-        keys, values = (x[start:end].float().repeat_interleave(group_size, dim=1) for x in (call.keys, call.values))
+        run = (to_float(x[start:end]).float() for x in (call.keys, call.values))
+        keys, values = (x.repeat_interleave(group_size, dim=1) for x in run)
         gathered_values.append(values)  # T H D
         run_scores = torch.full((num_heads, num_tokens, end - start), float("-inf"), device=device)
         for q_start, q_end, shift, kv_len, causal, position in metadata.reads_of(index):

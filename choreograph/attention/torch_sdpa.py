@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from .int8_rows import to_float
 from .metadata import AttentionCall, AttentionMetadata, AttentionSpec
 from .rope import rotate
 
@@ -40,9 +41,11 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     out = torch.zeros_like(query)
     for group in _row_groups(call.metadata, spec, query, num_kv_heads, needs_mask):
         q = query[:, group.rows].unflatten(0, (num_kv_heads, group_size))  # G H/G n D
-        k, v = (_take(x, group.slots).transpose(0, 1)[:, None] for x in (call.keys, call.values))  # G 1 C D
+        rows = (to_float(_take(x, group.slots)) for x in (call.keys, call.values))
+        k, v = (x.transpose(0, 1)[:, None] for x in rows)  # G 1 C D
         if group.cos is not None and group.sin is not None and spec.rope is not None:
-            k = rotate(k, group.cos, group.sin, spec.rope.interleaved).to(k.dtype)
+            k = rotate(k, group.cos, group.sin, spec.rope.interleaved)
+        k, v = k.to(query.dtype), v.to(query.dtype)
         mask, num_rows = group.mask, q.shape[2]
         if sinks is not None and mask is not None:  # a key and value of zeros, with the sink as its bias
             k, v = (torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2) for x in (k, v))

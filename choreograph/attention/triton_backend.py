@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import triton_kernels as kernels
+from .int8_rows import SCALE_BYTES, StoredRows
 from .metadata import AttentionCall, AttentionSpec, HeadShape
 from .triton_partition import partition
 
@@ -38,10 +39,10 @@ class DeviceTiles(NamedTuple):
 
 
 def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
-    """Compute attention like `reference.attend`, in key dtype with float32 accumulation."""
+    """Compute attention like `reference.attend`, in query dtype with float32 accumulation."""
     metadata, spec, device = call.metadata, call.spec, call.keys.device
-    heads = HeadShape(call.query.shape[0], *call.keys.shape[1:])
-    max_tile_rows = tile_rows(heads, metadata.num_tokens, call.keys.element_size())
+    heads = HeadShape(call.query.shape[0], call.keys.shape[1], call.query.shape[2])
+    max_tile_rows = tile_rows(heads, metadata.num_tokens, call.query.element_size())
     key = f"triton {id(spec)} {max_tile_rows} {heads.num_kv_heads} {device}"
     if key not in metadata.cache:
         tiles = partition(metadata, spec, max_tile_rows, heads.num_kv_heads)
@@ -56,18 +57,20 @@ def write(
     slots: Int[Tensor, "N"],
     key: Float[Tensor, "G N D"],
     value: Float[Tensor, "G N D"],
-    keys: Float[Tensor, "S G D"],
-    values: Float[Tensor, "S G D"],
+    keys: StoredRows,
+    values: StoredRows,
 ) -> None:
     """Write the keys and values of the batch into their slots."""
     groups, count, width = key.shape
-    assert key.dtype == value.dtype == keys.dtype == values.dtype and slots.is_contiguous()
-    assert keys.stride() == values.stride() and keys.stride()[1:] == (width, 1)
+    is_int8 = keys.dtype == torch.int8
+    assert key.dtype == value.dtype and keys.dtype == values.dtype in (key.dtype, torch.int8) and slots.is_contiguous()
+    assert keys.stride() == values.stride() and keys.stride()[1:] == (width + is_int8 * SCALE_BYTES, 1)
     key, value = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (key, value))
     rows = 8 if count <= 64 else 16
-    kernels.write[triton.cdiv(count, rows), groups](
-        *(key, value, slots, keys, values, key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-        *(keys.stride(0), count),
+    kernel, scales = (kernels.write_int8, _scales(keys, values)) if is_int8 else (kernels.write, ())
+    kernel[triton.cdiv(count, rows), groups](
+        *(key, value, slots, keys, values, *scales),
+        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1), keys.stride(0), count),
         ROWS=rows,
         D=width,
         D_PAD=_pad_size(width),
@@ -136,34 +139,36 @@ def launch_config(
 def run(
     tiles: DeviceTiles,
     query: Float[Tensor, "H N D"],
-    keys: Float[Tensor, "S G D"],
-    values: Float[Tensor, "S G D"],
+    keys: StoredRows,
+    values: StoredRows,
     scale: float,
     spec: AttentionSpec,
     sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "N H D"]:
     """Launch the attention kernel and, if needed, the merge kernel, without synchronizing."""
-    num_tokens, device = query.shape[1], keys.device
-    heads = HeadShape(query.shape[0], *keys.shape[1:])
+    num_tokens, device, is_int8 = query.shape[1], keys.device, keys.dtype == torch.int8
+    heads = HeadShape(query.shape[0], keys.shape[1], query.shape[2])
     is_final = tiles.single_split and sinks is None
     num_partials = 0 if is_final else len(tiles.rows)
     out = torch.empty(num_tokens, heads.num_q_heads, heads.head_dim, dtype=query.dtype, device=device)
     partial_out = out if is_final else torch.empty(num_partials, *out.shape[1:], dtype=torch.float32, device=device)
     lse = torch.empty(num_partials, heads.num_q_heads, dtype=torch.float32, device=device)
     query = query if query.stride(2) == 1 else query.contiguous()
-    config = launch_config(heads, tiles.max_tile_rows, keys.element_size(), spec, is_final)
+    config = launch_config(heads, tiles.max_tile_rows, query.element_size(), spec, is_final)
     num_programs = len(tiles.work_items) * heads.num_kv_heads
     rotated_numel = num_programs * config["ROWS"] * config["GQA_PAD"] * heads.head_dim if config["Q_VIA_GMEM"] else 0
-    if rotated_numel * keys.element_size() > MAX_ROTATED_Q_BYTES:
+    if rotated_numel * query.element_size() > MAX_ROTATED_Q_BYTES:
         rotated_numel, config["Q_VIA_GMEM"] = 0, False
-    rotated_q = torch.empty(rotated_numel, dtype=keys.dtype, device=device)
+    rotated_q = torch.empty(rotated_numel, dtype=query.dtype, device=device)
     if num_programs:
         kernels.attend[(num_programs,)](
-            *(query, keys, values, tiles.work_items, tiles.kv_chunks, tiles.row_params, tiles.rows),
+            *(query, keys, values, *(_scales(keys, values) if is_int8 else (keys, values))),
+            *(tiles.work_items, tiles.kv_chunks, tiles.row_params, tiles.rows),
             *(tiles.cos, tiles.sin, tiles.alibi_slopes, partial_out, lse, rotated_q),
             *(query.stride(0), query.stride(1), keys.stride(0), scale),
             *((spec.logit_softcap or 1.0) * kernels.LOG2E.value, spec.sliding_window or 0),
             **config,
+            INT8=is_int8,
         )
     if not is_final:
         kernels.merge[num_tokens, heads.num_q_heads](
@@ -174,6 +179,11 @@ def run(
             SINKS=sinks is not None,
         )
     return out
+
+
+def _scales(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """View encoded keys and values as float32, of which the last number of each row is the scale."""
+    return keys.view(torch.float32), values.view(torch.float32)
 
 
 def _pad_size(size: int) -> int:

@@ -1,6 +1,8 @@
 """Triton kernels: cache write, attention and merge of partial softmaxes.
 
-Work items, KV chunks and row parameters are described in `TileMetadata` (`triton_partition.py`).
+Work items, KV chunks and row parameters are described in `TileMetadata` (`triton_partition.py`). Rows of an int8 cache
+(`int8_rows.py`) are multiplied as integers, which every dtype of queries represents; their scales are factors of scores
+and weights.
 """
 
 import triton
@@ -9,6 +11,10 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 UNMASKED_MIN_LEN = tl.constexpr(512)  # minimum slots of a KV chunk for a separate unmasked loop
+
+MIN_MAGNITUDE = tl.constexpr(1e-30)  # as in `int8_rows`
+
+ROUNDING = tl.constexpr(12582912.0)  # adding 1.5 * 2^23 rounds to an integer, half to even
 
 MERGE_BLOCK = tl.constexpr(32)  # partial results per load, to hide the latency of dependent loads
 
@@ -30,21 +36,49 @@ def write(
 
 
 @triton.jit
+def write_int8(
+    key, value, slots, keys, values, key_scales, value_scales, key_head_stride, key_token_stride,
+    value_head_stride, value_token_stride, slot_stride, num_tokens,
+    ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Encode and write as `write`; the scales are float32 views of keys and values."""
+    row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, D_PAD)
+    row_mask = row < num_tokens
+    mask = row_mask[:, None] & (d < D)[None, :]
+    slot = tl.load(slots + row, mask=row_mask, other=0).to(tl.int64) * slot_stride + head * (D + 4)
+    k = tl.load(key + head * key_head_stride + row[:, None] * key_token_stride + d[None, :], mask=mask, other=0.0)
+    v = tl.load(value + head * value_head_stride + row[:, None] * value_token_stride + d[None, :], mask=mask, other=0.0)
+    k, v = k.to(tl.float32), v.to(tl.float32)
+    k_scale = tl.maximum(tl.max(tl.abs(k), 1), MIN_MAGNITUDE) / 127
+    v_scale = tl.maximum(tl.max(tl.abs(v), 1), MIN_MAGNITUDE) / 127
+    k_steps = (k / k_scale[:, None] + ROUNDING) - ROUNDING
+    v_steps = (v / v_scale[:, None] + ROUNDING) - ROUNDING
+    tl.store(keys + slot[:, None] + d[None, :], k_steps.to(tl.int8), mask=mask)
+    tl.store(values + slot[:, None] + d[None, :], v_steps.to(tl.int8), mask=mask)
+    tl.store(key_scales + (slot + D) // 4, k_scale, mask=row_mask)
+    tl.store(value_scales + (slot + D) // 4, v_scale, mask=row_mask)
+
+
+@triton.jit
 def attend(
-    query, keys, values, work_items, kv_chunks, row_params, rows, cos, sin, alibi_slopes, partial_out, lse, rotated_q,
+    query, keys, values, key_scales, value_scales, work_items, kv_chunks, row_params, rows,
+    cos, sin, alibi_slopes, partial_out, lse, rotated_q,
     q_head_stride, q_token_stride, slot_stride, scale, softcap, window,
     HEADS: tl.constexpr, GQA: tl.constexpr, GQA_PAD: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, ROT: tl.constexpr, ROT_PAD: tl.constexpr,
     NOROT: tl.constexpr, NOROT_PAD: tl.constexpr, PAIR_STRIDE: tl.constexpr, PAIR_OFFSET: tl.constexpr,
     SOFTCAP: tl.constexpr, SLIDING_WINDOW: tl.constexpr, ALIBI: tl.constexpr, SINGLE_SPLIT: tl.constexpr,
-    UNMASKED_LOOP: tl.constexpr, Q_VIA_GMEM: tl.constexpr, PRECISION: tl.constexpr,
+    UNMASKED_LOOP: tl.constexpr, Q_VIA_GMEM: tl.constexpr, PRECISION: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over one work item's KV chunks for one KV head.
 
     *_PAD sizes are powers of two. PAIR_STRIDE and PAIR_OFFSET locate the two elements of a rotated pair.
     SINGLE_SPLIT: the output is final, not a partial result. Q_VIA_GMEM: rotated queries are written to
     `rotated_q` once per chunk; otherwise they are multiplied from registers, where large tiles spill.
+    INT8: keys and values are encoded, and the scales are float32 views of them.
     """
+    dtype: tl.constexpr = query.dtype.element_ty
     item, kv_head = tl.program_id(0) // (HEADS // GQA), tl.program_id(0) % (HEADS // GQA)
     first = tl.load(work_items + item * 4)
     count = tl.load(work_items + item * 4 + 1)
@@ -95,8 +129,8 @@ def attend(
         if ROT > 0:
             x = tl.load(cos + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
             y = tl.load(sin + shift[:, None] * ROT + h[None, :], mask=mask_h, other=0.0)
-            rot_a = (a.to(tl.float32) * x + b.to(tl.float32) * y).to(keys.dtype.element_ty)  # rotate by -shift
-            rot_b = (b.to(tl.float32) * x - a.to(tl.float32) * y).to(keys.dtype.element_ty)
+            rot_a = (a.to(tl.float32) * x + b.to(tl.float32) * y).to(dtype)  # rotate by -shift
+            rot_b = (b.to(tl.float32) * x - a.to(tl.float32) * y).to(dtype)
         if Q_VIA_GMEM:
             tl.debug_barrier()  # all threads have read the previous chunk's queries
             tl.store(rotated_ptrs[:, None] + h[None, :] * PAIR_STRIDE, rot_a, mask=mask_h)
@@ -110,21 +144,24 @@ def attend(
             for t in range(full_end if masked else begin, end if masked else full_end, SLOTS):
                 j = t + tl.arange(0, SLOTS)
                 read = (j < end) | (masked == 0)
-                slot = (slot_start + j) * slot_stride + kv_head * D
+                slot = (slot_start + j) * slot_stride + kv_head * (D + 4 if INT8 else D)
                 score = tl.zeros([ROWS * GQA_PAD, SLOTS], tl.float32)
                 if Q_VIA_GMEM:
                     key = tl.load(keys + slot[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
-                    score += tl.dot(q, tl.trans(key), input_precision=PRECISION)
+                    score += tl.dot(q, tl.trans(key.to(dtype)), input_precision=PRECISION)
                 if ROT > 0 and not Q_VIA_GMEM:
                     mask_k = read[:, None] & (h < ROT)[None, :]
-                    key = keys + slot[:, None] + h[None, :] * PAIR_STRIDE
-                    score += tl.dot(rot_a, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
-                    key += PAIR_OFFSET
-                    score += tl.dot(rot_b, tl.trans(tl.load(key, mask=mask_k, other=0.0)), input_precision=PRECISION)
+                    key_ptrs = keys + slot[:, None] + h[None, :] * PAIR_STRIDE
+                    key = tl.load(key_ptrs, mask=mask_k, other=0.0).to(dtype)
+                    score += tl.dot(rot_a, tl.trans(key), input_precision=PRECISION)
+                    key = tl.load(key_ptrs + PAIR_OFFSET, mask=mask_k, other=0.0).to(dtype)
+                    score += tl.dot(rot_b, tl.trans(key), input_precision=PRECISION)
                 if NOROT > 0 and not Q_VIA_GMEM:
                     mask_k = read[:, None] & (r < NOROT)[None, :]
                     key = tl.load(keys + slot[:, None] + 2 * ROT + r[None, :], mask=mask_k, other=0.0)
-                    score += tl.dot(c, tl.trans(key), input_precision=PRECISION)
+                    score += tl.dot(c, tl.trans(key.to(dtype)), input_precision=PRECISION)
+                if INT8:
+                    score *= tl.load(key_scales + (slot + D) // 4, mask=read, other=0.0)[None, :]
                 distance = q_pos[:, None] - (position[:, None] + j[None, :])
                 if SOFTCAP or ALIBI:
                     score *= qk_scale
@@ -144,7 +181,9 @@ def attend(
                 p = tl.exp2(score * post_scale - m_safe[:, None])
                 l_i = l_i * alpha + tl.sum(p, 1)
                 value = tl.load(values + slot[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
-                acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=PRECISION)
+                if INT8:
+                    p *= tl.load(value_scales + (slot + D) // 4, mask=read, other=0.0)[None, :]
+                acc = acc * alpha[:, None] + tl.dot(p.to(dtype), value.to(dtype), input_precision=PRECISION)
                 m_i = m_new
     non_empty = l_i > 0
     result = (acc / tl.where(non_empty, l_i, 1.0)[:, None]).to(partial_out.dtype.element_ty)

@@ -63,7 +63,8 @@ class EngineCore:
         model_info = hf_model.model_info
         try:
             self.backend, self.backend_fallback_reason = create_tuned_backend(
-                config.backend, model_info.head_shape, model_info.dtype, model_info.device
+                *(config.backend, model_info.head_shape, model_info.dtype, model_info.device),
+                cache_manager.pool.keys[0].dtype,
             )
         except BackendUnavailableError as reason:
             raise ChoreographError(f"backend={config.backend!r}: {reason}; use backend='auto'") from None

@@ -250,7 +250,7 @@ class OtherModels(ContextFeature):
         try:
             if computed:
                 pool.grow_partial_pool(computed, pool.pages if capacity is None else pool.num_pages_for(capacity))
-            cache.offload_manager.enable_hidden_cache(entry_layers, hidden_size)
+            cache.offload_manager.enable_hidden_cache(entry_layers, hidden_size, model_set.base.model_info.dtype)
         except RuntimeError as exc:  # torch raises nothing narrower
             raise ConfigError(f"capacity={capacity!r}: not enough memory ({exc}); use less") from None
         for decoder in decoders:

@@ -41,7 +41,7 @@ TensorKind = Literal["inputs", "keys", "values"]
 TensorKey = tuple[NonNegativeInt, TensorKind]  # layer, and kind as in `KVPool.tensors`
 Receive = Callable[[int], np.ndarray]  # returns the next so many bytes, or raises
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I8": torch.int8}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = '{"__metadata__":'
 _MIN_TENSOR_BYTES = 50  # of the JSON of a tensor

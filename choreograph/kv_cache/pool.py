@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from ..attention.int8_rows import StoredRows
 from ..errors import CacheFullError
 
 
@@ -167,20 +168,21 @@ def consecutive_runs(pages: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-LayerKeyValues = tuple[Float[Tensor, "T G D"], Float[Tensor, "T G D"]]  # keys and values of T tokens in one layer
+LayerKeyValues = tuple[Shaped[Tensor, "T G D"], Shaped[Tensor, "T G D"]]  # keys and values of T tokens in one layer
 
 
 class KVPool:
     """Paged KV cache: a main pool and an optional partial-layer pool.
 
-    `keys[l]` and `values[l]` are (S, G, D) tensors of layer l, `hidden[l]` is the (S, E) input of
-    layer l where it is cached. Page 0 is the null page: padding tokens write to it, and it is never
+    `keys[l]` and `values[l]` are the `StoredRows` of layer l, `hidden[l]` is the (S, E) input of layer
+    l where it is cached. Page 0 is the null page: padding tokens write to it, and it is never
     allocated. Pages after the main pool exist only in `partial_layers`.
 
     Args:
         pages: Pages of the main pool, without the null page.
         page_size: Slots per page.
-        layers: (key-value heads, head dimension) of each layer.
+        layers: (key-value heads, width of a row) of each layer.
+        dtype: Of keys and values.
         poison_freed_pages: Fill unused and freed pages with NaN, for tests.
         pinned: Use page-locked host memory, for copies from and to a GPU.
     """
@@ -201,12 +203,12 @@ class KVPool:
         self.poison_freed_pages = poison_freed_pages
         self._pinned = pinned
 
-        def empty(heads: int, width: int) -> Float[Tensor, "S G D"]:
+        def empty(heads: int, width: int) -> StoredRows:
             shape = ((pages + 1) * page_size, heads, width)
             return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
 
-        self.keys: list[Float[Tensor, "S G D"]] = [empty(*heads_and_width) for heads_and_width in layers]
-        self.values: list[Float[Tensor, "S G D"]] = [empty(*heads_and_width) for heads_and_width in layers]
+        self.keys: list[StoredRows] = [empty(*heads_and_width) for heads_and_width in layers]
+        self.values: list[StoredRows] = [empty(*heads_and_width) for heads_and_width in layers]
         self.hidden: dict[int, Float[Tensor, "S E"]] = {}
         self.partial_layers: frozenset[int] = frozenset()
         self._main, self._partial = PageAllocator(1, pages), PageAllocator(pages + 1, 0)
@@ -233,14 +235,14 @@ class KVPool:
     def num_pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
+    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int, dtype: torch.dtype) -> None:
         """Allocate tensors that cache these layers' inputs in the main pool."""
-        like = self.keys[0]
+        device = self.keys[0].device
         for layer in set(layers) - self.hidden.keys():
             shape = ((self.pages + 1) * self.page_size, hidden_size)
-            self.hidden[layer] = torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=self._pinned)
+            self.hidden[layer] = torch.empty(shape, dtype=dtype, device=device, pin_memory=self._pinned)
             if self.poison_freed_pages:
-                self.hidden[layer].fill_(float("nan"))
+                _fill_with_nan(self.hidden[layer])
 
     def grow_partial_pool(self, layers: Iterable[int], pages: int) -> None:
         """Grow the partial-layer pool to at least `pages` pages.
@@ -256,23 +258,27 @@ class KVPool:
         self.partial_layers = partial_layers  # only after their memory is allocated
         self._partial.grow(num_new)
 
-    def _reallocated(self, tensor: Float[Tensor, "S G D"], slots: int) -> Float[Tensor, "R G D"]:
+    def _reallocated(self, tensor: Shaped[Tensor, "S G D"], slots: int) -> Shaped[Tensor, "R G D"]:
         """Return a copy with `slots` slots.
 
         Only allocated pages are copied: memory of untouched pages is not committed until written.
         """
         grown = tensor.new_empty((slots, *tensor.shape[1:]))
         if self.poison_freed_pages:
-            grown.fill_(float("nan"))
+            _fill_with_nan(grown)
         for first, length in consecutive_runs(sorted(self._main.allocated | self._partial.allocated)):
             copied = slice(first * self.page_size, min((first + length) * self.page_size, len(tensor)))
             grown[copied] = tensor[copied]
         return grown
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """Return a layer's tensors by name: keys, values and any cached inputs."""
-        result = {"keys": self.keys[layer], "values": self.values[layer]}
-        return result | ({"inputs": self.hidden[layer]} if layer in self.hidden else {})
+        """Return a layer's tensors by name: keys, values and any cached inputs.
+
+        All have the dtype of the keys; of inputs in another dtype, the bytes are viewed.
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        inputs = {"inputs": self.hidden[layer].view(keys.dtype)} if layer in self.hidden else {}
+        return {"keys": keys, "values": values} | inputs
 
     def allocate(self, count: int, *, partial: bool = False, after: int | None = None, room: int = 0) -> list[int]:
         """Allocate `count` pages; see `PageAllocator.allocate`."""
@@ -303,9 +309,9 @@ class KVPool:
         return self.keys[layer][index].cpu(), self.values[layer][index].cpu()
 
     def export_inputs(self, layer: int, slots: list[int]) -> Tensor:
-        """Copy the cached inputs of a layer, (T, E), to host memory."""
+        """Copy the cached inputs of a layer, as in `tensors`, to host memory."""
         index = torch.tensor(slots, dtype=torch.long, device=self.keys[0].device)
-        return self.hidden[layer][index].cpu()
+        return self.tensors(layer)["inputs"][index].cpu()
 
     def import_slots(self, slots: list[int], layers: list[LayerKeyValues]) -> None:
         """Write the result of `export_slots` into other slots."""
@@ -316,10 +322,14 @@ class KVPool:
     def _poison(self, pages: Iterable[int], tensors: Iterable[Tensor]) -> None:
         slots = [page * self.page_size + i for page in pages for i in range(self.page_size)]
         for tensor in tensors if slots else ():
-            tensor[slots] = float("nan")
+            _fill_with_nan(tensor, slots)
 
     def check(self) -> None:
         """Check both allocators, and that page 0 cannot be allocated."""
         self._main.check()
         self._partial.check()
         assert (self._main.first, self._main.count) == (1, self.pages), "page 0 must stay reserved as the null page"
+
+
+def _fill_with_nan(tensor: Tensor, slots: list[int] | slice = slice(None)) -> None:
+    tensor[slots] = -1 if tensor.dtype == torch.int8 else float("nan")  # a scale whose bits are all set is NaN

@@ -307,16 +307,16 @@ class OffloadManager:
         """Return the tokens that running demotions will free on a tier."""
         return sum(job.copy.tokens for job in self.jobs if job.source is tier)
 
-    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int) -> None:
+    def enable_hidden_cache(self, layers: Iterable[int], hidden_size: int, dtype: torch.dtype) -> None:
         """Cache the inputs of these layers, on the device and all tiers.
 
         No transfer may be running.
         """
         assert not self.jobs
-        self.pool.enable_hidden_cache(layers, hidden_size)
+        self.pool.enable_hidden_cache(layers, hidden_size, dtype)
         for tier in self.tiers:
             if isinstance(tier, HostTier):  # files store every tensor that exists
-                tier.pool.enable_hidden_cache(layers, hidden_size)
+                tier.pool.enable_hidden_cache(layers, hidden_size, dtype)
 
     def accepts(self, tier: Tier, entry: KVEntry) -> bool:
         """Return whether an empty tier could store the entry."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..api.engine import Engine
 from ..api.message import Message
+from ..attention.int8_rows import to_float
 from ..errors import InvalidRequestError
 from ..kv_cache.entry import KVEntry
 from ..kv_cache.pool import LayerKeyValues
@@ -155,7 +156,8 @@ class ContextStore:
         with self._resident(name, model, layer) as entry:
             if layer in entry.layers.missing:
                 raise InvalidRequestError(f"context {name[:12]} came without layer {layer}: ask for another one")
-            return self._engine.core.cache_manager.pool.export_layer(layer, entry.slots)
+            keys, values = self._engine.core.cache_manager.pool.export_layer(layer, entry.slots)
+            return to_float(keys), to_float(values)
 
     def fetch_hidden(self, name: str, model: str, layer: int) -> "Tensor":
         """Copy one layer's input hidden states, (T, E), to host memory.

@@ -27,6 +27,7 @@ from ..api.call import Call, Offsets, PromptInput
 from ..api.engine import Engine
 from ..api.message import Message
 from ..api.session import Session
+from ..attention.int8_rows import encode, to_float
 from ..attention.metadata import AttentionSpec
 from ..attention.rope import rotate
 from ..errors import CacheFullError, ConfigError, InvalidRequestError, ModelError, WrongSessionError
@@ -131,6 +132,7 @@ def compatibility_info(engine: Engine, model: str) -> dict[str, Any]:
         "architecture": config.model_type,
         "hidden_size": config.hidden_size,
         **{name: str(getattr(model_info, name)) for name in names},
+        "kv_cache_dtype": str(engine.core.cache_manager.pool.keys[0].dtype),
         "attention_specs": _digest([asdict(spec) for spec in model_info.attention_specs]),
         "tokenizer": None if vocabulary is None else _digest(vocabulary),
     }
@@ -322,7 +324,7 @@ class RemoteSender:
         start = entries[0].base_position if entries else 0
         if (
             entries != (wanted.model_copy(update={"base_position": start}),)
-            or (header.blocks and header.dtype != model_info.dtype)
+            or (header.blocks and header.dtype != self._engine.core.cache_manager.pool.keys[0].dtype)
             or start >= model_info.max_positions
         ):
             raise ChannelError("it sends another model's context, or other shapes than were requested")
@@ -366,7 +368,8 @@ def _rotate(keys: Tensor, shift: int, spec: AttentionSpec) -> Tensor:
     if spec.rope is None:
         return keys
     cos, sin = (torch.from_numpy(values) for values in spec.rope.cos_sin([shift]))
-    return rotate(keys, cos, sin, spec.rope.interleaved).to(keys.dtype)
+    rotated = rotate(to_float(keys), cos, sin, spec.rope.interleaved)
+    return encode(rotated) if keys.dtype == torch.int8 else rotated.to(keys.dtype)
 
 
 @dataclass(frozen=True)
@@ -385,7 +388,7 @@ class _LinkedContext:
             queued_bytes=link._queued_bytes,
             bytes_per_second=link.bytes_received / link.seconds_receiving if link.bytes_received else float("inf"),
             kv_bytes=kv_bytes * num_tokens,
-            hidden_bytes=config.get_text_config().hidden_size * pool.keys[0].element_size() * num_tokens,
+            hidden_bytes=config.get_text_config().hidden_size * link._engine.model_info.dtype.itemsize * num_tokens,
             layers=len(pool.keys),
         )
 

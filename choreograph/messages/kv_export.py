@@ -41,11 +41,11 @@ class KVSnapshot(NamedTuple):
     """
 
     base_position: int  # of token 0; keys are rotated to it
-    layers: list[LayerKeyValues]  # (keys, values) per layer, each (T, heads, head_dim)
+    layers: list[LayerKeyValues]  # (keys, values) per layer, each (T, heads, head_dim), or rows of `int8_rows`
     model_hash: str  # weights hash of the model that computed it
     content_hash: str  # of tokens and context, equal across processes and clients
     checksum: int | None = None  # of everything else; None: cannot be verified
-    inputs: Mapping[int, Tensor] = MappingProxyType({})  # (T, E), hidden states before some layers
+    inputs: Mapping[int, Tensor] = MappingProxyType({})  # hidden states before some layers, as `KVPool.tensors`
 
     def describe(self, **fields: Any) -> EntryInfo:
         """Return what the snapshot is, for the header of a container.
@@ -379,6 +379,12 @@ def _check_snapshot(core: EngineCore, request: Request, snapshot: object, any_co
     if snapshot.model_hash != core.model_set.weights_hash(request.model):
         raise InvalidRequestError(f"the copy was computed by another model than {request.model!r}: name that model")
     placement, pool = _compute_placement(core, request), core.cache_manager.pool
+    dtypes, cache_dtype = {tensor.dtype for layer in layers for tensor in layer}, pool.keys[0].dtype
+    if dtypes - {cache_dtype}:
+        raise InvalidRequestError(
+            f"the copy is in {sorted(map(str, dtypes))}, the cache in {cache_dtype}: export it from an "
+            "engine with the same dtype and CacheConfig.kv_cache_dtype"
+        )
     num_tokens = len(placement.tokens)
     shapes = [(tuple(keys.shape), tuple(values.shape)) for keys, values in layers]
     pool_layers = zip(pool.keys, pool.values, strict=True)
@@ -387,11 +393,6 @@ def _check_snapshot(core: EngineCore, request: Request, snapshot: object, any_co
         raise InvalidRequestError(
             f"the copy has keys and values {shapes[:1]} in {len(shapes)} layers, these {num_tokens} tokens have "
             f"{expected[:1]} in {len(expected)}: use the tokens that were exported"
-        )
-    dtypes, cache_dtype = {tensor.dtype for layer in layers for tensor in layer}, pool.keys[0].dtype
-    if dtypes != {cache_dtype}:
-        raise InvalidRequestError(
-            f"the copy is in {sorted(map(str, dtypes))}, the cache in {cache_dtype}: use what Message.export_kv gave"
         )
     if any_context:
         return

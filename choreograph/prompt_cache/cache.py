@@ -372,9 +372,9 @@ class PromptCache:
             CacheFileError: if the file is damaged or of another model, tokenizer or schema; the cache is unchanged.
         """
         keys = self._run_keys()
-        info = self.engine.model_info
-        shapes = {_run_name(k): (info.layers, len(self._run(k).tokens), info.kv_heads, info.head_dim) for k in keys}
-        snapshots = storage.load(File(file), self._fingerprints(), shapes, info.dtype)
+        pool = self.engine.core.cache_manager.pool
+        shapes = {_run_name(k): (len(pool.keys), len(self._run(k).tokens), *pool.keys[0].shape[1:]) for k in keys}
+        snapshots = storage.load(File(file), self._fingerprints(), shapes, pool.keys[0].dtype)
         with self._lock:
             self._host_snapshots |= dict(zip(keys, snapshots, strict=True))
             if self.location == "device":
@@ -387,7 +387,7 @@ class PromptCache:
 
     def _fingerprints(self) -> dict[str, str]:
         return {  # in the order of comparison: another dtype also changes the hash of the model
-            "dtype": self.engine.model_info.dtype_name,
+            "dtype": str(self.engine.core.cache_manager.pool.keys[0].dtype).removeprefix("torch."),
             "model": self.engine.core.model_set.weights_hash(BASE_MODEL),
             "tokenizer": tokenizer_fingerprint(self.engine.tokenizer),
             "schema": self.schema.fingerprint,

@@ -47,7 +47,8 @@ def load(
 
     Args:
         fingerprints: expected fingerprints of the file, by name.
-        shapes: (layers, T, heads, head_dim) of the keys and of the values, by name of the snapshot.
+        shapes: (layers, T, heads, width of a row) of the keys and of the values, by name of the snapshot.
+        dtype: of the keys and values.
 
     Raises:
         CacheFileError: if the file is missing, damaged, or of another model, tokenizer or schema.

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...attention.backend import ForwardContext
+from ...attention.int8_rows import to_float
 from ...attention.reference import apply_softcap_alibi, outside_window
 from ...attention.rope import rotate
 from ...request.request import Request
@@ -57,7 +58,7 @@ class ProbeContext:
         """Return the context's keys, rotated to their positions in this call."""
         visible, rope = self._visible(layer), self._specs[layer].rope
         slots, shifts = self._tokens(visible)
-        keys = self._pool.keys[layer].index_select(0, slots)
+        keys = to_float(self._pool.keys[layer].index_select(0, slots))
         if rope is None or not any(shifts):
             return keys
         if (rope, visible) not in self._rotations:
@@ -66,7 +67,7 @@ class ProbeContext:
         return rotate(keys, *self._rotations[rope, visible], rope.interleaved).to(keys.dtype)
 
     def context_values(self, layer: int) -> Float[Tensor, "C G D"]:
-        return self._pool.values[layer].index_select(0, self._tokens(self._visible(layer))[0])
+        return to_float(self._pool.values[layer].index_select(0, self._tokens(self._visible(layer))[0]))
 
     def attend(
         self,
@@ -161,7 +162,7 @@ class AttentionObserver:
             self._own_slots = torch.tensor([entry.slot(token) for token in range(num_own)], device=query.device)
         assert self._context is not None and self._own_slots is not None
         context_keys = self._context.context_keys(layer)
-        keys = torch.cat([context_keys, pool.keys[layer].index_select(0, self._own_slots)]).float()
+        keys = torch.cat([context_keys, to_float(pool.keys[layer].index_select(0, self._own_slots))]).float()
         weights = self._context.attention_weights(layer, query, keys, scale, sinks)
         scores = [block[..., : len(context_keys)].sum(dim=(0, 1, 2)) for block in weights]
         self._scores[layer, position] = torch.stack(scores).sum(dim=0)

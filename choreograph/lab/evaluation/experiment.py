@@ -77,6 +77,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
             "backend": engine.core.backend.name,
             "compile": engine.core.config.compile,
             "quantization": engine.core.config.quantization,
+            **({} if (kv := engine.core.config.cache.kv_cache_dtype) == "auto" else {"kv_cache_dtype": kv}),
         },
         "dtype": engine.model_info.dtype_name,
     }
