@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .common import Row, median_row, ratio_row, save
+from .common import last_result, median_row, ratio_row, row_from_record, save
 
 CASES = {  # name -> (tokens of a prompt, number of prompts, decodes of each; 0: time the prefill)
     "decode of 1 behind 512": (512, 1, 1),
@@ -71,7 +71,11 @@ class Worker:
         environment = os.environ | {"PYTHONPATH": str(folder)}
         self._process = subprocess.Popen(
             [sys.executable, "-c", WORKER, json.dumps(options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
         )
 
     def measure(self, case: tuple[int, int, int], seed: int) -> dict[str, float]:
@@ -92,13 +96,19 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--against", type=Path, help="another checkout")
     options.add_argument("--options", type=json.loads, default={}, help="of the other checkout's EngineConfig, in JSON")
+    options.add_argument(
+        "--only", nargs="*", choices=[*CASES], default=[*CASES], help="the others keep their last result"
+    )
     options.add_argument("--rounds", type=int, default=5)
     given = options.parse_args()
     workers = [Worker(Path(__file__).parents[1], {})]
     if given.against:
         workers.append(Worker(given.against, given.options))
-    rows: list[Row] = []
+    kept = last_result("steps").get("rows", [])
+    rows = [row_from_record(row) for row in kept if not row["measure"].startswith(tuple(given.only))]
     for name, case in CASES.items():
+        if name not in given.only:
+            continue
         results: list[list[dict[str, float]]] = [[] for _ in workers]
         for seed in range(-1, given.rounds):
             for worker, result in zip(workers, results, strict=True):
