@@ -59,7 +59,7 @@ def freeze_objects() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return memory that was freed to the system, where the C library can."""
+    """Give freed memory back to the operating system, where the C library can."""
     with suppress(AttributeError, OSError, TypeError):  # only glibc has the function
         ctypes.CDLL(None).malloc_trim(0)
 

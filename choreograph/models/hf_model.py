@@ -233,7 +233,7 @@ class HFModel:
             return self.logits(tokens, positions, forward_context, logits_indices).float()
 
     def _fast_layers(self) -> AbstractContextManager[None]:
-        """Run operators in place of the model's layers inside the block, where there are some."""
+        """Run operators in place of layers inside the block, if there are any."""
         result: AbstractContextManager[None] = nullcontext() if self.operators is None else self.operators.applied()
         return result
 

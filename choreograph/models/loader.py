@@ -96,10 +96,10 @@ def load(
             raise ConfigError(f"{options[0]}: the model is in memory and where it is; leave it out, or use device=")
         return HFModel(_move(model, dtype, device), tokenizer, max_positions=max_positions)
     device, sharding = check_device(device), tp_kwargs(tp_plan)
-    builds_kernels = uses_operators and device.type == "cpu"
-    with ThreadPoolExecutor() as builds:  # compilers of kernels run while the model is converted, read and probed
-        if builds_kernels:
-            builds.submit(load_kernels, torch.bfloat16)
+    is_plain = device.type == "cpu" and device_map is None and not sharding
+    builds_kernels = uses_operators and is_plain and dtype in (None, torch.float32, torch.bfloat16)
+    with _background() as builds:  # compilers of kernels run while the model is converted, read and probed
+        operators = builds.submit(load_kernels, torch.bfloat16) if builds_kernels else None
         source, name = _resolve_source(str(model))
         with _loading(name, source):
             # transformers would load an adapter over its base, and only log it
@@ -109,7 +109,8 @@ def load(
                 )
             config = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE).get_text_config()
             if dtype is None:
-                has_kernels = quantization == "int4" or (uses_operators and config.model_type in FAMILIES)
+                is_covered = operators is not None and config.model_type in FAMILIES and operators.exception() is None
+                has_kernels = quantization == "int4" or is_covered
                 dtype = default_dtype(device if device_map is None else None, has_kernels)
             if builds_kernels:
                 builds.submit(_load_attention_kernel, config, dtype, device)
@@ -125,6 +126,18 @@ def load(
         hf_model = HFModel(placed, tokenizer, name=name, max_positions=max_positions)
     release_freed_memory()
     return hf_model
+
+
+@contextlib.contextmanager
+def _background() -> Iterator[ThreadPoolExecutor]:
+    """Run tasks in threads inside the block, and wait for them unless it raises."""
+    executor = ThreadPoolExecutor()
+    try:
+        yield executor
+    except BaseException:
+        executor.shutdown(wait=False, cancel_futures=True)
+        raise
+    executor.shutdown()
 
 
 def _load_attention_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> None:

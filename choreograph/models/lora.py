@@ -94,11 +94,11 @@ class LoraManager:
             self._active.clear()
 
     def changes_any(self, paths: Sequence[str]) -> bool:
-        """Return whether an adapter of the running batch changes one of the layers."""
+        """Return whether an active adapter changes one of the layers."""
         return bool(self._active) and any(path in lora.weights for lora, _ in self._active for path in paths)
 
     def apply(self, path: str, x: Tensor, out: Tensor) -> None:
-        """Add to a layer's output, (1, N, F) or (N, F), what the adapters of the running batch change."""
+        """Add the running batch's adapters to a layer's output, (1, N, F) or (N, F)."""
         for lora, rows in self._active:
             if path in lora.weights:
                 if out.shape[-2] != self._num_tokens:  # experts get some tokens, in their own order

@@ -323,6 +323,8 @@ def test_the_default_model_comes_from_the_hub_without_its_package(no_package, tm
     strict = load._from_pretrained_strict
     monkeypatch.setattr(load, "_from_pretrained_strict", from_hub)
     monkeypatch.setattr(load, "find_adapter_config_file", lambda source: None)
+    read_config = load.AutoConfig.from_pretrained
+    monkeypatch.setattr(load.AutoConfig, "from_pretrained", lambda source, **kwargs: read_config(tmp_path, **kwargs))
     monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", lambda source, **kwargs: sources.append(source))
     assert load.load(load.DEFAULT_MODEL).model_info.name == load.DEFAULT_MODEL
     assert sources == ["HuggingFaceTB/SmolLM2-135M-Instruct"] * 2

@@ -159,8 +159,12 @@ def test_the_operators_of_a_family_are_its_modules(name, dtype, caplog):
 
 def test_a_layer_that_computes_something_else_keeps_its_own_path(caplog):
     model = tiny_models.build()
-    mlp = model.model.layers[1].mlp
-    own, mlp.forward = mlp.forward, lambda x: own(x) * 1.5
+
+    class Doubled(type(model.model.layers[1].mlp)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model.model.layers[1].mlp.__class__ = Doubled
     with caplog.at_level(logging.WARNING, "choreograph"):
         engine = Engine.from_pretrained(model)
     assert inspect(engine).hf_model.operators is None
@@ -173,6 +177,45 @@ def test_a_layer_with_other_parts_keeps_its_own_path(caplog):
     with caplog.at_level(logging.WARNING, "choreograph"):
         assert create_operators(HFModel(model)) is None
     assert len(caplog.records) == 1 and "gate_norm" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["forward", "hook", "dtype"])
+def test_a_layer_that_is_not_its_class_alone_keeps_its_own_path(change, caplog):
+    model = random_model("gemma3_text", torch.bfloat16)
+    mlp = model.model.layers[0].mlp
+    if change == "forward":
+        mlp.forward = mlp.forward
+    elif change == "hook":
+        mlp.register_forward_hook(lambda module, args, output: None)
+    else:
+        model.model.layers[0].input_layernorm.float()
+    with caplog.at_level(logging.WARNING, "choreograph"):
+        assert create_operators(HFModel(model)) is None
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: model.double(), lambda model: setattr(model.model.layers[0].mlp, "up_proj", nn.Linear(32, 48))],
+)
+def test_a_model_that_its_owner_changes_keeps_its_own_path(change, caplog):
+    hf_model = HFModel(tiny_models.build())
+    operators = create_operators(hf_model)
+    change(hf_model.model)
+    with caplog.at_level(logging.WARNING, "choreograph"):
+        for _ in range(2):
+            with operators.applied():
+                assert not any("forward" in vars(module) for module in hf_model.model.modules())
+    assert len(caplog.records) == 1 and "create the engine again" in caplog.text
+
+
+def test_the_owners_forward_method_stays():
+    hf_model = HFModel(tiny_models.build())
+    operators, layer = create_operators(hf_model), hf_model.model.model.layers[0]
+    layer.forward = own = layer.forward
+    with operators.applied():
+        assert layer.forward is own
+    assert layer.forward is own
 
 
 def test_other_backends_leave_all_to_pytorch():

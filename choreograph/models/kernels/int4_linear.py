@@ -201,4 +201,7 @@ def _quantize_group(parts: Sequence[nn.Linear]) -> list[Int4Linear]:
     packed = [pack(*quantize(part.weight.detach())) for part in parts]
     joint_weight = JointWeight(torch.cat(packed), torch.cat(biases) if biases else None, sum(features))
     weights = joint_weight.packed.split([len(part) for part in packed])
+    if joint_weight.bias is not None:
+        for part, bias in zip(parts, joint_weight.bias.split(features), strict=True):
+            part.bias.data = bias
     return [Int4Linear(part, weight, joint_weight) for part, weight in zip(parts, weights, strict=True)]

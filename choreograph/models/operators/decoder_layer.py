@@ -1,9 +1,9 @@
 """Decoder layers of the Llama type, run through a few operators on CPUs.
 
 A layer of these families is: a norm, query, key and value projections (perhaps with norms of the heads), rotation,
-attention, an output projection, and a gated MLP behind another norm; in Gemma, norms follow both blocks too. The weights
-stay the model's own parameters, so quantization aside nothing is copied, and adapters, training and saving see the same
-model. The layers' own forward methods are the oracle of these operators, and run wherever they do not apply.
+attention, an output projection, and a gated MLP behind another norm; in Gemma, norms follow both blocks too. The
+weights stay the model's own parameters: nothing is copied, and adapters, training and saving see the same model. The
+layers' own forward methods are the oracle of these operators, and run wherever the operators do not apply.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,12 +96,14 @@ class LayerOperators:
 
         self._qkv = project(attention, "self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj"), norm=norms[0])
         self._output = project(attention, "self_attn", "o_proj", ())
-        mode = _activation_mode(getattr(mlp, "act_fn", None) or mlp.activation_fn)
+        mode = _activation_mode(getattr(mlp, "act_fn", None) or _part(mlp, "activation_fn"))
         self._gated = project(
             mlp, "mlp", "gate_up_proj", ("gate_proj", "up_proj"), norm=norms[2 if is_gemma else 1], mode=mode
         )
         self._down = project(mlp, "mlp", "down_proj", ())
-        self._layer_index, self._scale, self._head_dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self._layer_index, self._scale, self._head_dim = (
+            _part(attention, name) for name in ("layer_idx", "scaling", "head_dim")
+        )
         self._num_heads = self._output.fused.in_features // self._head_dim
         self._num_kv_heads = (self._qkv.fused.features // self._head_dim - self._num_heads) // 2
         head_norms = [
@@ -148,7 +150,9 @@ class LayerOperators:
 
 
 def recognize_norm(module: Any) -> NormOperator:
-    """Return the operator of an RMS norm; its name and a sample tell which.
+    """Return the operator of an RMS norm.
+
+    Whether its factors are the weights or 1 + weights is measured on a sample.
 
     Raises:
         UnrecognizedLayerError: if it computes something else.
@@ -201,3 +205,22 @@ def check_linear(layer: Any) -> nn.Linear:
     ):
         raise UnrecognizedLayerError(f"{type(layer).__name__} is no plain linear layer")
     return layer
+
+
+def check_plain(module: Any, dtype: torch.dtype) -> None:
+    """Check that a module computes with parameters of one dtype, and nothing beside its class's forward method.
+
+    Hooks of the module itself run around its operator, those of its parts would not.
+
+    Raises:
+        UnrecognizedLayerError: if it does not.
+    """
+    parts = [] if module is None else list(module.modules())
+    for part in parts:
+        name, hooks = type(part).__name__, (part._forward_hooks, part._forward_pre_hooks)
+        if "forward" in vars(part) or (part is not module and any(hooks)):
+            raise UnrecognizedLayerError(f"{name} has a forward method or hooks of its own")
+        for parameter in part._parameters.values():
+            is_packed = isinstance(part, Int4Linear) and parameter is part.weight and dtype == torch.bfloat16
+            if parameter is not None and parameter.dtype != dtype and not is_packed:
+                raise UnrecognizedLayerError(f"{name} has parameters in {parameter.dtype}, the model is in {dtype}")

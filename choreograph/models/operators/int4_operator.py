@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights and what surrounds them, as one operator of a decoder layer."""
+"""Linear layers with 4-bit weights, with the norm before and the gating or residual behind."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,8 @@ class Int4Operator:
         """Return the output, added to `residual` if there is one."""
         x = x if self._norm is None else self._norm(x)
         joint, parts = self._layers[0].joint_weight, self._layers
-        if joint is None or joint.features != sum(part.out_features for part in parts):
+        is_joint = joint is not None and parts[0].weight.data_ptr() == joint.packed.data_ptr()
+        if not is_joint or joint.features != sum(part.out_features for part in parts):
             out = torch.cat([linear_int4(x, part.weight, part.bias, part.out_features) for part in parts], -1)
         elif self._mode == SILU and joint.features % (2 * PANEL) == 0:
             return linear_int4(x, joint.packed, joint.bias, self.features, is_gated=True)

@@ -100,7 +100,7 @@ class NormOperator:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the addresses of the parameters again, which callers can replace between steps."""
+        """Read the addresses of the parameters again."""
         weight = self._module._parameters["weight"]
         assert weight is not None
         self._struct.weight = weight.data_ptr()
@@ -108,8 +108,9 @@ class NormOperator:
     def __call__(self, x: Float[Tensor, "*n E"], residual: Float[Tensor, "*n E"] | None = None) -> Tensor:
         """Return the norm of x, added to `residual` if there is one."""
         x, width = x.contiguous(), x.shape[-1]
+        residual = None if residual is None else residual.contiguous()
         out = torch.empty_like(x)
-        residual_ptr = None if residual is None else residual.contiguous().data_ptr()
+        residual_ptr = None if residual is None else residual.data_ptr()
         rows = x.numel() // width
         self.kernels.norm(
             self.address, x.data_ptr(), rows, width, residual_ptr, out.data_ptr(), torch.get_num_threads()
@@ -118,7 +119,7 @@ class NormOperator:
 
 
 class LinearOperator:
-    """Linear layers with one input, and what surrounds them.
+    """Linear layers with one input, with the norm before and the gating or residual behind.
 
     Args:
         layers: their outputs are concatenated, or combined as `mode` says.
@@ -141,7 +142,7 @@ class LinearOperator:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the addresses of the parameters again, which callers can replace between steps."""
+        """Read the addresses of the parameters again."""
         weights = [layer._parameters["weight"] for layer in self._layers]
         biases = [layer._parameters["bias"] for layer in self._layers]
         for part, weight, bias in zip(self._parts, weights, biases, strict=False):
@@ -164,16 +165,17 @@ class LinearOperator:
         rows = x.numel() // self.in_features
         if self._has_limit and rows > MAX_OWN_ROWS:
             return self._multiply_many(x, residual)
+        residual = None if residual is None else residual.contiguous()
         out = x.new_empty(*x.shape[:-1], self.features)
         self._kernels.linear(
             *(self._parts, len(self._parts), None if self.norm is None else self.norm.address, self._mode),
             *(x.data_ptr(), rows, self.in_features),
-            *(None if residual is None else residual.contiguous().data_ptr(), out.data_ptr(), torch.get_num_threads()),
+            *(None if residual is None else residual.data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
     def _multiply_many(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Compute the same with PyTorch's products."""
+        """Compute `__call__` with PyTorch's products."""
         x = x if self.norm is None else self.norm(x)
         parts = [linear(x, layer.weight, layer.bias) for layer in self._layers]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -184,7 +186,7 @@ class LinearOperator:
 
 def gate(x: Float[Tensor, "*n 2F"], mode: int) -> Float[Tensor, "*n F"]:
     """Multiply the activation of the first half of the features by the second half."""
-    width = x.shape[-1] // 2
+    x, width = x.contiguous(), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
     num_rows = out.numel() // width
     load_kernels(x.dtype).gate(mode, x.data_ptr(), num_rows, width, out.data_ptr(), torch.get_num_threads())

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.cpp_backend import BackendUnavailableError
-from .decoder_layer import FAMILIES, LayerOperators, Projection, UnrecognizedLayerError, check_linear, recognize_norm
+from ...errors import ModelError
+from .decoder_layer import (
+    FAMILIES,
+    LayerOperators,
+    Projection,
+    UnrecognizedLayerError,
+    check_linear,
+    check_plain,
+    recognize_norm,
+)
 from .library import NormOperator
 
 if TYPE_CHECKING:
@@ -34,41 +43,67 @@ class ModelOperators:
 
     def __init__(self, hf_model: "HFModel") -> None:
         model, layers = hf_model.model, hf_model.decoder_layers
+        norm: Any = getattr(layers.backbone, "norm", None)
+        head: Any = model.get_output_embeddings()
+        for module in (*layers.layers, norm, head):
+            check_plain(module, hf_model.model_info.dtype)
         paths = {module: path for path, module in model.named_modules()}
         self._operators: list[tuple[nn.Module, LayerOperators | NormOperator | Projection]] = [
             (layer, LayerOperators(layer, paths[layer], hf_model.lora_manager)) for layer in layers.layers
         ]
-        norm: Any = getattr(layers.backbone, "norm", None)
-        head: Any = model.get_output_embeddings()
         self._operators.append((norm, recognize_norm(norm)))
         self._operators.append((head, Projection([check_linear(head)], [paths[head]], None)))
-        self._parameters: list[tuple[Any, str]] = [
-            (owner._parameters, name)
-            for module, _ in self._operators
-            for owner in module.modules()
+        owners = [owner for module, _ in self._operators for owner in module.modules()]
+        self._parts = [(owner._modules, name, part) for owner in owners for name, part in owner._modules.items()]
+        self._parameters: list[tuple[Any, str, torch.Size]] = [
+            (owner._parameters, name, parameter.shape)
+            for owner in owners
             for name, parameter in owner._parameters.items()
             if parameter is not None
         ]
+        self._name, self._dtype = hf_model.model_info.name, hf_model.model_info.dtype
         self._addresses = self._read_addresses()
+        self._is_outdated = False  # True after the owner changed parts of the model
         self._check(hf_model)
-
-    def _read_addresses(self) -> list[int]:
-        return [parameters[name].data_ptr() for parameters, name in self._parameters]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Run the operators in place of their modules inside the block."""
-        if (addresses := self._read_addresses()) != self._addresses:  # callers can replace or move parameters
-            for _, operator in self._operators:
-                operator.refresh()
-            self._addresses = addresses
+        operators = [] if self._has_changed() else [pair for pair in self._operators if "forward" not in vars(pair[0])]
         try:
-            for module, operator in self._operators:
+            for module, operator in operators:
                 vars(module)["forward"] = operator
             yield
         finally:
-            for module, _ in self._operators:
+            for module, _ in operators:
                 vars(module).pop("forward", None)
+
+    def _has_changed(self) -> bool:
+        """Return whether the owner changed the model; read addresses of parameters again that moved."""
+        if self._is_outdated:
+            return True
+        if any(modules.get(name) is not part for modules, name, part in self._parts):
+            self._is_outdated = True
+        elif (addresses := self._read_addresses()) != self._addresses:
+            kinds = {self._dtype, torch.uint8}  # the latter: weights of 4 bits
+            for parameters, name, shape in self._parameters:
+                parameter = parameters[name]
+                is_same = parameter.shape == shape and parameter.dtype in kinds and parameter.device.type == "cpu"
+                self._is_outdated |= not is_same or not parameter.is_contiguous()
+            if not self._is_outdated:
+                for _, operator in self._operators:
+                    operator.refresh()
+                self._addresses = addresses
+        if self._is_outdated:
+            _log.warning(
+                "%s: its layers run as transformers computes them, which is slower, because they were changed: "
+                "create the engine again to use operators",
+                self._name,
+            )
+        return self._is_outdated
+
+    def _read_addresses(self) -> list[int]:
+        return [parameters[name].data_ptr() for parameters, name, _ in self._parameters]
 
     @torch.no_grad()
     def _check(self, hf_model: "HFModel") -> None:
@@ -78,7 +113,7 @@ class ModelOperators:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, info.vocab_size, (num_tokens,), generator=generator).tolist()
         positions = list(range(num_tokens))
-        with ExitStack() as hooks, hf_model.attention_hook():
+        with ExitStack() as hooks, hf_model.attention_hook(), torch.autocast("cpu", enabled=False):
             for module, _ in self._operators:
 
                 def record(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -88,6 +123,8 @@ class ModelOperators:
                 hooks.callback(handle.remove)
             hf_model.logits(tokens, positions, TokenMixer(), positions)
         for module, operator in self._operators:
+            if module not in calls:
+                raise UnrecognizedLayerError(f"{type(module).__name__} is not called in a forward pass")
             args, kwargs, expected = calls[module]
             for rows in CHECKED_ROWS:
                 part = _first_rows((args, kwargs), num_tokens, rows)
@@ -100,20 +137,30 @@ class TokenMixer:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        mixed = query + key.mean((1, 3), keepdim=True) + value.mean((1, 3), keepdim=True)
+        share = query.shape[1] // key.shape[1]
+        keys, values = (part.repeat_interleave(share, 1) for part in (key, value))
+        mixed = (query * scale + keys / 2) * (1 + layer / 8) + values.flip(-1)  # different in every argument
         return mixed.transpose(1, 2).contiguous()
 
 
 def create_operators(hf_model: "HFModel") -> ModelOperators | None:
-    """Return the operators of a model; None, with a warning, if they should apply and do not."""
+    """Create the operators of a model, or return None.
+
+    Logs a warning where the model is of a family that they cover and they do not apply.
+    """
     info = hf_model.model_info
     is_covered = hf_model.model.config.get_text_config().model_type in FAMILIES
     if not is_covered or info.device.type != "cpu" or hf_model.tp_group is not None:
         return None
     try:
         return ModelOperators(hf_model)
-    except (UnrecognizedLayerError, BackendUnavailableError) as exc:
-        _log.warning("%s: its layers run as transformers computes them, which is slower: %s", info.name, exc)
+    except (UnrecognizedLayerError, BackendUnavailableError, ModelError) as exc:
+        _log.warning(
+            "%s: its layers run as transformers computes them, which is slower: %s (backend='sdpa' does so without this "
+            "warning)",
+            info.name,
+            exc,
+        )
         return None
 
 

@@ -40,13 +40,9 @@ struct Products {
   }
   static vec add(vec sum, vec x, vec w) { return sum + x * w; }
 };
-// Where feature i is in a prepared input.
-template <class T>
-int64_t place(int64_t i) {
-  constexpr int WIDTH = 2 * LANES;
-  if (!std::is_same<T, bf16>::value || HAS_DOTS) return i;
-  return i / WIDTH * WIDTH + i % 2 * LANES + i % WIDTH / 2;
-}
+// Features of a strip in the order of prepared inputs.
+inline vec ordered(const float* x, int s) { return load(x + s); }
+inline vec ordered(const bf16* x, int s) { return HAS_DOTS ? widen(x + s) : Products<bf16, float>::weight(x, s); }
 #if HAS_DOTS
 template <>
 struct Products<bf16, bf16> {
@@ -75,34 +71,76 @@ struct Buffer {
 
 template <class T> using Input = typename Products<T, T>::Input;
 
-inline void convert(float x, float& to) { to = x; }
-inline void convert(float x, bf16& to) { from_float(x, to); }
 template <class T> float rounded(float x) { T y; from_float(x, y); return to_float(y); }
+template <class T> vec rounded(vec x) {  // to nearest, ties to even
+  if (std::is_same<T, float>::value) return x;
+  uvec bits = (uvec)x;
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+  return x != x ? x : (vec)bits;
+}
+inline void put(float* to, vec x) { store(to, x); }
+inline void put(bf16* to, vec x) {
+  uvec bits = (uvec)rounded<bf16>(x) >> 16;
+#if REGISTER == 8 && defined(__AVX2__)  // GCC does not see that this converts
+  __m256i halves = _mm256_packus_epi32((__m256i)bits, _mm256_setzero_si256());
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
+#else
+  *(hvec*)to = __builtin_convertvector(bits, hvec);
+#endif
+}
 
 // RMS norm. With `adds_one`, the factors are 1 + weight (Gemma); otherwise the normalized row is rounded before it is
 // multiplied (Llama).
 struct Norm { const void* weight; float eps; int32_t adds_one; };
 
-template <class T, class To, class Place>
-void normalize(const T* x, int64_t width, const Norm& norm, To* to, Place place) {
-  const T* weight = (const T*)norm.weight;
+template <class T>
+float norm_scale(const T* x, int64_t width, const Norm& norm) {
   vec squares{};
   int64_t i = 0;
   for (; i + LANES <= width; i += LANES) { vec a = widen(x + i); squares += a * a; }
   float sum = 0;
   for (int l = 0; l < LANES; l++) sum += squares[l];
   for (; i < width; i++) sum += to_float(x[i]) * to_float(x[i]);
-  float scale = 1.0f / std::sqrt(sum / width + norm.eps);
-  for (i = 0; i < width; i++) {
+  return 1.0f / std::sqrt(sum / width + norm.eps);
+}
+
+template <class T>
+void normalize(const T* x, int64_t width, const Norm& norm, T* to) {
+  const T* weight = (const T*)norm.weight;
+  float scale = norm_scale(x, width, norm);
+  for (int64_t i = 0; i < width; i++) {
     float y = to_float(x[i]) * scale, w = to_float(weight[i]);
-    y = norm.adds_one ? y * (1.0f + w) : rounded<T>(y) * w;
-    convert(rounded<T>(y), to[place(i)]);
+    from_float(norm.adds_one ? y * (1.0f + w) : rounded<T>(y) * w, to[i]);
+  }
+}
+
+// A row as input of products: normalized if there is a norm, and padded with zeros.
+template <class T>
+void prepare(const T* x, int64_t width, const Norm* norm, Input<T>* to) {
+  const T* weight = norm ? (const T*)norm->weight : nullptr;
+  float scale = norm ? norm_scale(x, width, *norm) : 1;
+  for (int64_t i = 0; i < width; i += STRIP) {
+    const T *from = x + i, *factors = weight + i;
+    T rest[STRIP] = {}, rest_factors[STRIP] = {};
+    if (width - i < STRIP) {
+      std::copy_n(from, width - i, rest);
+      if (norm) std::copy_n(factors, width - i, rest_factors);
+      from = rest, factors = rest_factors;
+    }
+    for (int s = 0; s < STRIP; s += LANES) {
+      vec y = ordered(from, s);
+      if (norm) {
+        vec w = ordered(factors, s);
+        y = rounded<T>(norm->adds_one ? y * scale * (1.0f + w) : rounded<T>(y * scale) * w);
+      }
+      put(to + i + s, y);
+    }
   }
 }
 
 // Sums of M rows of x times N rows of w; `w`: one pointer for each. to: (M, CHUNK).
 template <class T, class W, int R>
-inline void dots(const Input<T>* x, int64_t x_row, const W* const* w, int64_t in, bool ahead, float* to) {
+__attribute__((noinline)) void dots(const Input<T>* x, int64_t x_row, const W* const* w, int64_t in, bool ahead, float* to) {
   using P = Products<T, W>;
   vec acc[R][N] = {};
   int64_t i = 0;
@@ -176,11 +214,12 @@ void product(int rows, const Input<T>* x, int64_t x_row, const T* w, int count, 
           float* row = wide + k * x_row;
           for (int64_t i = 0; i + STRIP <= in; i += STRIP) {
             if (ahead) __builtin_prefetch(from[k] + AHEAD / sizeof(T) + i, 0, 2);
-            for (int s = 0; s < STRIP; s += LANES) store(row + i + s, Products<T, T>::weight(from[k] + i, s));
+            for (int s = 0; s < STRIP; s += LANES) store(row + i + s, ordered(from[k] + i, s));
           }
           if (int64_t i = in / STRIP * STRIP; i < in) {
-            std::fill(row + i, row + x_row, 0.0f);
-            for (; i < in; i++) row[place<T>(i)] = to_float(from[k][i]);
+            T rest[STRIP] = {};
+            std::copy_n(from[k] + i, in - i, rest);
+            for (int s = 0; s < STRIP; s += LANES) store(row + i + s, ordered(rest, s));
           }
           rows_of[k] = row;
         }
@@ -212,7 +251,7 @@ enum Mode { PLAIN, SILU, GELU };  // the latter: of the first part, times the se
 template <class T>
 void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x, int64_t rows, int64_t in,
             const T* residual, T* out, int threads) {
-  if (rows == 0) return;  // of a step that samples nothing
+  if (rows == 0) return;  // the output layer of a step in which no token is sampled
   typedef Input<T> In;
   int64_t padded = (in + STRIP - 1) / STRIP * STRIP, features = 0, chunks = 0;
   int outputs = mode == PLAIN ? count : 1;  // parts that have output features
@@ -224,7 +263,7 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
   bool copies = norm || padded != in || !std::is_same<T, In>::value;
   In* prepared = copies ? buffer.reserve(rows * padded) : nullptr;
   int64_t height = std::max<int64_t>(M, ROWS_BYTES / (padded * sizeof(In)) / M * M);
-#if HAS_AMX && REGISTER == 16
+#if HAS_AMX && HAS_DOTS
   // AMX multiplies a few rows at once; the caller has PyTorch multiply more
   bool uses_tiles = std::is_same<T, bf16>::value && rows <= AMX_ROWS && in % 32 == 0 && has_amx();
   static thread_local Buffer<bf16> tiles_buffer;
@@ -242,13 +281,11 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
 #pragma omp for schedule(static)
       for (int64_t r = 0; r < rows; r++) {
         In* to = prepared + r * padded;
-        std::fill(to + in / STRIP * STRIP, to + padded, In{});
-        if (norm) normalize(x + r * in, in, *norm, to, place<T>);
-        else for (int64_t i = 0; i < in; i++) convert(to_float(x[r * in + i]), to[place<T>(i)]);
+        prepare(x + r * in, in, norm, to);
       }
     }
     const In* from = copies ? prepared : (const In*)x;
-#if HAS_AMX && REGISTER == 16
+#if HAS_AMX && HAS_DOTS
     if (uses_tiles) {
       enter_amx();
 #pragma omp single
@@ -272,7 +309,7 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
       int width = std::min<int64_t>(CHUNK, parts[p].features - f0);
       auto compute = [&](const Part& part, float* to) {
         const T* weight = (const T*)part.weight + f0 * in;
-#if HAS_AMX && REGISTER == 16
+#if HAS_AMX && HAS_DOTS
         if (uses_tiles && width >= 16) amx_product(tiles, rows, in, (const bf16*)weight, in, width, to, CHUNK);
         else
 #endif
@@ -284,19 +321,21 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
       if (mode != PLAIN) compute(parts[0], gate);
       compute(parts[mode == PLAIN ? p : 1], tile);
       for (int r = 0; r < height_now; r++) {
-        float* sums = tile + r * CHUNK;
+        const float* sums = tile + r * CHUNK;
         int64_t at = (r0 + r) * features + start + f0;
-        if (mode != PLAIN) {
-          float* factors = gate + r * CHUNK;
-          for (int n = 0; n < CHUNK; n += LANES) {
-            for (int l = n; l < n + LANES; l++) factors[l] = rounded<T>(factors[l]);
-            store(factors + n, activate(load(factors + n), mode == GELU));
+        const float* factors = gate + r * CHUNK;
+        for (int n = 0; n < width; n += LANES) {
+          vec y = load(sums + n);
+          T rest[LANES] = {};
+          bool is_whole = width - n >= LANES;
+          if (mode != PLAIN) y = rounded<T>(activate(rounded<T>(load(factors + n)), mode == GELU)) * rounded<T>(y);
+          if (residual) {
+            if (!is_whole) std::copy_n(residual + at + n, width - n, rest);
+            y = rounded<T>(y) + widen(is_whole ? residual + at + n : rest);
           }
-          for (int n = 0; n < width; n++) sums[n] = rounded<T>(factors[n]) * rounded<T>(sums[n]);
+          put(is_whole ? out + at + n : rest, y);
+          if (!is_whole) std::copy_n(rest, width - n, out + at + n);
         }
-        if (residual)
-          for (int n = 0; n < width; n++) sums[n] = rounded<T>(sums[n]) + to_float(residual[at + n]);
-        for (int n = 0; n < width; n++) from_float(sums[n], out[at + n]);
       }
     }
     if (uses_tiles) leave_amx();
@@ -308,7 +347,7 @@ void norm(const Norm& of, const T* x, int64_t rows, int64_t width, const T* resi
 #pragma omp parallel for num_threads(threads) if (rows >= 16)
   for (int64_t r = 0; r < rows; r++) {
     T* to = out + r * width;
-    normalize(x + r * width, width, of, to, place<void>);
+    normalize(x + r * width, width, of, to);
     if (residual)
       for (int64_t i = 0; i < width; i++) from_float(to_float(to[i]) + to_float(residual[r * width + i]), to[i]);
   }
@@ -341,7 +380,7 @@ void rotate(T* x, int64_t rows, int64_t stride, int queries, int keys, int width
     for (int h = 0; h < queries + keys; h++) {
       T* head = x + r * stride + h * width;
       const T *c = cos + r * rotated, *s = sin + r * rotated;
-      if (const Norm* norm = h < queries ? query_norm : key_norm) normalize(head, width, *norm, head, place<void>);
+      if (const Norm* norm = h < queries ? query_norm : key_norm) normalize(head, width, *norm, head);
       for (int i = 0; i < half; i++) {
         float a = to_float(head[i]), b = to_float(head[half + i]);
         from_float(a * to_float(c[i]) - b * to_float(s[i]), head[i]);
