@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, silu
 from ..kernels.int4_linear import Int4Linear, is_kernel_available
 from ..lora import LoraManager
 from .int4_operator import Int4Operator
-from .library import GELU, PLAIN, SILU, LinearOperator, NormOperator, gate
+from .library import GELU, PLAIN, SILU, LinearOperator, NormOperator, finish
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")  # transformers' `model_type`
 
@@ -67,9 +67,7 @@ class Projection:
         for layer, path in zip(self._layers, self._paths, strict=True):
             self._lora.apply(path, x, out[..., start : start + layer.out_features])
             start += layer.out_features
-        if self._mode != PLAIN:
-            out = gate(out, self._mode)
-        return out if residual is None else residual + out
+        return finish(out, self._mode, residual)
 
 
 class LayerOperators:

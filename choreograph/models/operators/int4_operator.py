@@ -8,7 +8,7 @@ from jaxtyping import BFloat16
 from torch import Tensor
 
 from ..kernels.int4_linear import PANEL, linear_int4
-from .library import PLAIN, SILU, NormOperator, gate
+from .library import PLAIN, SILU, NormOperator, finish
 
 
 class Int4Operator:
@@ -38,6 +38,4 @@ class Int4Operator:
             return linear_int4(x, joint.packed, joint.bias, self.features, is_gated=True)
         else:
             out = linear_int4(x, joint.packed, joint.bias, joint.features)
-        if self._mode != PLAIN:
-            return gate(out, self._mode)
-        return out if residual is None else out.add_(residual)
+        return finish(out, self._mode, residual)

@@ -16,9 +16,8 @@ from ...attention import cpp_backend
 from ...attention.cpp_backend import BackendUnavailableError, compile_library
 
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
-MAX_OWN_ROWS = (
-    64  # tokens up to which AMX and float32 kernels of our own are faster than PyTorch's; as in operators.cpp
-)
+# Tokens up to which AMX and float32 kernels of our own are faster than PyTorch's; as in operators.cpp.
+MAX_OWN_ROWS = 64
 PLAIN, SILU, GELU = range(3)  # what a linear operator does behind the product; as in operators.cpp
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
@@ -178,10 +177,14 @@ class LinearOperator:
         """Compute `__call__` with PyTorch's products."""
         x = x if self.norm is None else self.norm(x)
         parts = [linear(x, layer.weight, layer.bias) for layer in self._layers]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        if self._mode != PLAIN:
-            return gate(out, self._mode)
-        return out if residual is None else out.add_(residual)
+        return finish(parts[0] if len(parts) == 1 else torch.cat(parts, -1), self._mode, residual)
+
+
+def finish(out: Float[Tensor, "*n P"], mode: int, residual: Float[Tensor, "*n F"] | None) -> Float[Tensor, "*n F"]:
+    """Apply what follows a product: gating, or the addition of a residual in place."""
+    if mode != PLAIN:
+        return gate(out, mode)
+    return out if residual is None else out.add_(residual)
 
 
 def gate(x: Float[Tensor, "*n 2F"], mode: int) -> Float[Tensor, "*n F"]:
