@@ -98,7 +98,18 @@ inline ivec round_bits(vec x) { return (ivec)x + 0x8000; }  // bfloat16 in the u
 inline ivec to_pairs(vec a, vec b) {
   return (ivec)((uvec)round_bits(a) >> 16) | (round_bits(b) & -65536);
 }
-inline void store(bf16* p, vec x) { *(hvec*)p = __builtin_convertvector((uvec)round_bits(x) >> 16, hvec); }
+// Stores the lower halves of numbers below 2^16. GCC does not see that this converts.
+inline void store_halves(bf16* p, uvec x) {
+#if REGISTER == 16 && defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)x));
+#elif REGISTER == 8 && defined(__AVX2__)
+  __m256i halves = _mm256_packus_epi32((__m256i)x, _mm256_setzero_si256());
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
+#else
+  *(hvec*)p = __builtin_convertvector(x, hvec);
+#endif
+}
+inline void store(bf16* p, vec x) { store_halves(p, (uvec)round_bits(x) >> 16); }
 // LANES columns of a row and the next one, which counts as zeros if there are less than two rows, as do both if none.
 inline ivec pairs_of_rows(const bf16* p, int64_t stride, int rows) {
   hvec a{}, b{};
@@ -135,7 +146,7 @@ void decode(const int8_t* row, T* to) {
 
 // sum + the dot products of pairs.
 inline vec dot(vec sum, ivec a, ivec b) {
-#ifdef __AVX512BF16__
+#if REGISTER == 16 && defined(__AVX512BF16__)
   return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
   return sum + (vec)(a << 16) * (vec)(b << 16) + (vec)(a & -65536) * (vec)(b & -65536);

@@ -37,6 +37,8 @@ def ray_nodes():
     """A Ray of two nodes with room for a replica each; all of its processes are ended."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "180"  # on a busy machine
+    # Tests kill replicas, some of them before Serve has seen that they run: it would give up after six.
+    os.environ["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"] = "1000"
     tests = Path(__file__).parents[1]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (tests.parent, tests)))  # of workers, which import `helpers`
     memory = {"object_store_memory": 100 << 20}
@@ -57,7 +59,7 @@ def ray_app(ray_nodes, talker_folder, math_folder):
     """The tiny model and a sibling, which reuses its layers."""
     return deployment.bind_app(
         partial(make_engine, talker_folder, math=math_folder, pattern=(0, 1, 2)),
-        ServerConfig(served_model_name="tiny", max_tokens=24, drain_timeout=240),
+        ServerConfig(served_model_name="tiny", max_tokens=24, drain_timeout=240, replica_timeout=240),
         deployment.ClusterConfig(replicas=2, transfer="always"),
     )
 

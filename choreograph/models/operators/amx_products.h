@@ -1,23 +1,39 @@
-// Products of 2 to 64 rows with row-major weights in bfloat16 by AMX: out = x @ weight^T, with float32 sums.
+// Products of rows with row-major weights in bfloat16 by AMX: out = x @ weight^T, with float32 sums.
 //
-//   int64_t amx_packed_size(int rows, int64_t inputs)
-//     Elements of the packed form of an input (rows, inputs).
+// Few rows, up to AMX_FEW: memory delivers the weights, so they are read where they are.
 //
-//   void amx_pack(const bf16* x, int64_t row, int rows, int64_t inputs, bf16* packed)
-//     Packs x (rows, inputs), whose rows are `row` elements apart. Once per step, for all weights that multiply it.
+//   int64_t amx_packed_size(int64_t rows, int64_t inputs)
+//     Elements of the packed form of an input (rows, inputs), here and below.
+//
+//   void amx_pack(const bf16* x, int64_t row, int64_t rows, int64_t inputs, int64_t first, bf16* packed)
+//     Packs 16 rows of x (rows, inputs) from `first` on, a multiple of 16. Rows are `row` elements apart. All of x is
+//     packed once, for all weights that multiply it.
 //
 //   void amx_product(const bf16* packed, int rows, int64_t inputs, const bf16* weight, int64_t row, int64_t features,
 //                    float* out, int64_t out_row)
 //     Writes out[r * out_row + f] for r < rows and f < features. Feature f has the weights weight[f * row] and on. A
-//     thread calls it for features of its own, with pointers to the first of them.
+//     thread calls it for features of its own, with pointers to the first of them. features: at least 16.
 //
-// inputs: a multiple of 32. features: at least 16. Memory of `packed` is aligned to 64 bytes, for speed. A thread that
-// multiplies has called enter_amx(), and has_amx() is true (cpp_amx.h). The sum of an output depends neither on `rows`
-// nor on how features are divided.
+// Weight rows are the left tiles, 16 features by 32 inputs, and the input has the right tiles, 32 inputs by 16 rows. So
+// a product has the features in rows, and is transposed when it is stored. Weights of the next 32 features are fetched
+// into the second-level cache, in the order of memory, while those of 32 are multiplied.
 //
-// Weight rows are the left tiles, 16 features by 32 inputs, read where they are; the input has the right tiles, 32
-// inputs by 16 rows. So a product has the features in rows, and is transposed when it is stored. Weights of the next 32
-// features are fetched into the second-level cache, in the order of memory, while those of 32 are multiplied.
+// More rows: weights are packed as right tiles when they are needed, and the rows are the left ones.
+//
+//   void amx_pack_rows(const bf16* x, int64_t row, int64_t rows, int64_t inputs, int64_t first, bf16* packed)
+//     As amx_pack.
+//
+//   void amx_pack_weights(const bf16* weight, int64_t row, int features, int64_t inputs, bf16* packed)
+//     Packs some features. `packed` has room for amx_packed_size(features, inputs) elements.
+//
+//   void amx_product_of_packed(const bf16* x, int rows, const bf16* weights, int features, int64_t inputs, float* out,
+//                              int64_t out_row)
+//     As amx_product, for 1 to 32 rows. x: from a row on that is a multiple of 32, at packed + row * inputs. Writes
+//     multiples of 16 rows and features.
+//
+// inputs: a multiple of 32. Packed forms are aligned to 64 bytes, for speed. A thread that multiplies has called
+// enter_amx(), and has_amx() is true (cpp_amx.h). The sum of an output depends neither on `rows` nor on how features are
+// divided, and is the same for few rows and more.
 
 #pragma once
 
@@ -27,19 +43,19 @@
 
 namespace {
 
-inline int64_t amx_packed_size(int rows, int64_t inputs) { return (rows + 15) / 16 * 16 * inputs; }
+constexpr int AMX_FEW = 64;
+
+inline int64_t amx_packed_size(int64_t rows, int64_t inputs) { return (rows + 15) / 16 * 16 * inputs; }
 
 // Groups of 32 rows, the last one of 16 or 32: (inputs / 2, rows) pairs of inputs, zeros in rows beyond the last.
-inline void amx_pack(const bf16* x, int64_t row, int rows, int64_t inputs, bf16* packed) {
-  for (int first = 0; first < rows; first += 16) {
-    int group = first / 32 * 32, columns = rows - group > 16 ? 32 : 16;
-    bf16* to = packed + group * inputs + 2 * (first - group);
-    for (int64_t k = 0; k < inputs; k += 32) {
-      vec r[16] = {};
-      for (int i = 0; i < std::min(16, rows - first); i++) memcpy(&r[i], x + (first + i) * row + k, 64);
-      transpose(r);
-      for (int i = 0; i < 16; i++) store((float*)(to + (k + 2 * i) * columns), r[i]);
-    }
+inline void amx_pack(const bf16* x, int64_t row, int64_t rows, int64_t inputs, int64_t first, bf16* packed) {
+  int64_t group = first / 32 * 32, columns = rows - group > 16 ? 32 : 16;
+  bf16* to = packed + group * inputs + 2 * (first - group);
+  for (int64_t k = 0; k < inputs; k += 32) {
+    vec r[16] = {};
+    for (int i = 0; i < std::min<int64_t>(16, rows - first); i++) memcpy(&r[i], x + (first + i) * row + k, 64);
+    transpose(r);
+    for (int i = 0; i < 16; i++) store((float*)(to + (k + 2 * i) * columns), r[i]);
   }
 }
 
@@ -83,6 +99,66 @@ inline void amx_product(const bf16* packed, int rows, int64_t inputs, const bf16
         else amx_block<2, 1, 32>(x, count, inputs, w, row, ahead, to, out_row);
       }
     }
+  }
+}
+
+// Tiles of 16 rows and 32 inputs.
+inline void amx_pack_rows(const bf16* x, int64_t row, int64_t rows, int64_t inputs, int64_t first, bf16* packed) {
+  bf16* to = packed + first * inputs;
+  for (int64_t k = 0; k < inputs; k += 32)
+    for (int i = 0; i < 16; i++, to += 32) {
+      if (first + i < rows) memcpy(to, x + (first + i) * row + k, 64);
+      else memset(to, 0, 64);
+    }
+}
+
+// Tiles of 32 inputs in pairs and 16 features.
+inline void amx_pack_weights(const bf16* weight, int64_t row, int features, int64_t inputs, bf16* packed) {
+  for (int f = 0; f < features; f += 16)
+    for (int64_t k = 0; k < inputs; k += 32, packed += 512) {
+      vec r[16];
+      if (features - f >= 16)
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) r[i] = load((const float*)(weight + (f + i) * row + k));
+      else
+        for (int i = 0; i < 16; i++) r[i] = f + i < features ? load((const float*)(weight + (f + i) * row + k)) : vec{};
+      transpose(r);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) store((float*)(packed + 32 * i), r[i]);
+    }
+}
+
+// 16 * R rows times 16 * C features. Tiles of rows are fetched one step ahead: they stream from the second-level cache.
+template <int R, int C>
+inline void amx_packed_block(const bf16* x, const bf16* weights, int64_t inputs, float* out, int64_t out_row) {
+  const bf16 *lower = x + 16 * inputs, *right = weights + 16 * inputs;
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+  for (int64_t at = 0; at < 16 * inputs; at += 512) {
+    for (int i = 0; i < 512; i += 32) {
+      __builtin_prefetch(x + at + 512 + i);
+      if (R > 1) __builtin_prefetch(lower + at + 512 + i);
+    }
+    _tile_loadd(6, weights + at, 64);
+    _tile_loadd(4, x + at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (R > 1) { _tile_loadd(5, lower + at, 64); _tile_dpbf16ps(2, 5, 6); }
+    if (C > 1) { _tile_loadd(7, right + at, 64); _tile_dpbf16ps(1, 4, 7); }
+    if (R > 1 && C > 1) _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, out, out_row * 4);
+  if (C > 1) _tile_stored(1, out + 16, out_row * 4);
+  if (R > 1) _tile_stored(2, out + 16 * out_row, out_row * 4);
+  if (R > 1 && C > 1) _tile_stored(3, out + 16 * out_row + 16, out_row * 4);
+}
+
+inline void amx_product_of_packed(const bf16* x, int rows, const bf16* weights, int features, int64_t inputs,
+                                  float* out, int64_t out_row) {
+  for (int f = 0; f < features; f += 32, weights += 32 * inputs, out += 32) {
+    bool is_wide = features - f > 16;
+    if (rows > 16 && is_wide) amx_packed_block<2, 2>(x, weights, inputs, out, out_row);
+    else if (rows > 16) amx_packed_block<2, 1>(x, weights, inputs, out, out_row);
+    else if (is_wide) amx_packed_block<1, 2>(x, weights, inputs, out, out_row);
+    else amx_packed_block<1, 1>(x, weights, inputs, out, out_row);
   }
 }
 

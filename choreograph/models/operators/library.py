@@ -137,7 +137,7 @@ class LinearOperator:
         self._parts = (_Part * len(features))(*(_Part(None, None, count) for count in features))
         dtype = layers[0].weight.dtype
         self._kernels = load_kernels(dtype)
-        self._has_limit = dtype == torch.float32 or "amx_bf16" in cpp_backend.cpu_flags()
+        self._has_limit = dtype == torch.float32
         self.refresh()
 
     def refresh(self) -> None:

@@ -21,8 +21,8 @@ constexpr int N = 4;       // output features at once
 constexpr int M = LANES == 16 ? 6 : 3;           // rows at once: M * N sums and their operands fit in registers
 constexpr int FEW = 12;                          // rows up to which weights are widened for each product
 constexpr int AHEAD = 8 << 10;  // bytes from a weight to the one that is prefetched meanwhile, in the order of memory
-constexpr int AMX_ROWS = 64;  // rows at most that are multiplied in tiles; as in library.py
 constexpr int64_t ROWS_BYTES = 192 << 10;        // of rows that take turns with a chunk, in the second-level cache
+constexpr int64_t AMX_ROWS_BYTES = 1536 << 10;   // the same in tiles
 
 // Operands of dot products: vectors from feature `s` of a strip on. `Input`: of prepared inputs. A product adds to LANES
 // partial sums.
@@ -79,15 +79,7 @@ template <class T> vec rounded(vec x) {  // to nearest, ties to even
   return x != x ? x : (vec)bits;
 }
 inline void put(float* to, vec x) { store(to, x); }
-inline void put(bf16* to, vec x) {
-  uvec bits = (uvec)rounded<bf16>(x) >> 16;
-#if REGISTER == 8 && defined(__AVX2__)  // GCC does not see that this converts
-  __m256i halves = _mm256_packus_epi32((__m256i)bits, _mm256_setzero_si256());
-  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
-#else
-  *(hvec*)to = __builtin_convertvector(bits, hvec);
-#endif
-}
+inline void put(bf16* to, vec x) { store_halves(to, (uvec)rounded<bf16>(x) >> 16); }
 
 // RMS norm. With `adds_one`, the factors are 1 + weight (Gemma); otherwise the normalized row is rounded before it is
 // multiplied (Llama).
@@ -231,12 +223,19 @@ void product(int rows, const Input<T>* x, int64_t x_row, const T* w, int count, 
   }
 }
 
+inline vec inverse(vec x) {  // of finite numbers
+#if REGISTER == 16 && defined(__AVX512F__)
+  vec y = (vec)_mm512_rcp14_ps((__m512)x);
+  return y * (2.0f - x * y);
+#else
+  return 1.0f / x;
+#endif
+}
+
 // x * sigmoid(x), or GELU with its tanh approximation.
 inline vec activate(vec x, bool is_gelu) {
   vec z = is_gelu ? x * (1.5957691216057308f + 0.0713548162726009f * x * x) : x;
-  vec size = larger(z, -z), e = exp2_fast(larger(-size * BASE2, splat(-126.0f))), inverse = 1.0f / (1.0f + e);
-  vec sigmoid = z < vec{} ? e * inverse : inverse;
-  return x != x ? x : x * sigmoid;
+  return x * inverse(1.0f + exp2_fast(-larger(z * BASE2, splat(-126.0f))));
 }
 
 }  // namespace
@@ -264,16 +263,18 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
   In* prepared = copies ? buffer.reserve(rows * padded) : nullptr;
   int64_t height = std::max<int64_t>(M, ROWS_BYTES / (padded * sizeof(In)) / M * M);
 #if HAS_AMX && HAS_DOTS
-  // AMX multiplies a few rows at once; the caller has PyTorch multiply more
-  bool uses_tiles = std::is_same<T, bf16>::value && rows <= AMX_ROWS && in % 32 == 0 && has_amx();
+  bool uses_tiles = std::is_same<T, bf16>::value && in % 32 == 0 && has_amx();
   static thread_local Buffer<bf16> tiles_buffer;
   bf16* tiles = uses_tiles ? tiles_buffer.reserve(amx_packed_size(rows, in)) : nullptr;
-  if (uses_tiles) height = AMX_ROWS;
+  bool packs_weights = uses_tiles && rows > AMX_FEW;
+  if (uses_tiles) height = std::max<int64_t>(AMX_FEW, AMX_ROWS_BYTES / (in * sizeof(In)));
 #else
-  constexpr bool uses_tiles = false;
+  constexpr bool uses_tiles = false, packs_weights = false;
 #endif
   int64_t blocks = (rows + height - 1) / height, items = blocks * chunks;
   height = (rows + blocks - 1) / blocks;
+  if (packs_weights) height = (height + 31) / 32 * 32;
+  int64_t group = packs_weights ? 32 : height;  // rows until bias, gate and residual are applied
   int64_t share = std::max<int64_t>(1, items / (8 * threads));
 #pragma omp parallel num_threads(threads)
   {
@@ -288,17 +289,20 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
 #if HAS_AMX && HAS_DOTS
     if (uses_tiles) {
       enter_amx();
-#pragma omp single
-      amx_pack((const bf16*)from, padded, rows, in, tiles);
+#pragma omp for schedule(static)
+      for (int64_t r = 0; r < rows; r += 16)
+        (packs_weights ? amx_pack_rows : amx_pack)((const bf16*)from, padded, rows, in, r, tiles);
     }
 #endif
     static thread_local Buffer<float> sums_buffer, gate_buffer;
-    float* tile = sums_buffer.reserve(height * CHUNK);
-    float* gate = mode == PLAIN ? nullptr : gate_buffer.reserve(height * CHUNK);
+    float* tile = sums_buffer.reserve(group * CHUNK);
+    float* gate = mode == PLAIN ? nullptr : gate_buffer.reserve(group * CHUNK);
+    static thread_local Buffer<bf16> weights_buffer;
+    bf16* packed = uses_tiles ? weights_buffer.reserve(2 * CHUNK * in) : nullptr;
 #pragma omp for schedule(dynamic, share)
     for (int64_t item = 0; item < items; item++) {
-      int64_t r0 = item / chunks * height, chunk = item % chunks, start = 0;
-      int p = 0, height_now = std::min(height, rows - r0);
+      int64_t first = item / chunks * height, end = std::min(rows, first + height), chunk = item % chunks, start = 0;
+      int p = 0;
       for (;; p++) {
         int64_t of_part = (parts[p].features + CHUNK - 1) / CHUNK;
         if (chunk < of_part) break;
@@ -307,34 +311,60 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
       }
       int64_t f0 = chunk * CHUNK;
       int width = std::min<int64_t>(CHUNK, parts[p].features - f0);
-      auto compute = [&](const Part& part, float* to) {
-        const T* weight = (const T*)part.weight + f0 * in;
 #if HAS_AMX && HAS_DOTS
-        if (uses_tiles && width >= 16) amx_product(tiles, rows, in, (const bf16*)weight, in, width, to, CHUNK);
-        else
+      if (packs_weights) {
+        auto pack = [&](const Part& part, bf16* to) {
+          amx_pack_weights((const bf16*)part.weight + f0 * in, in, width, in, to);
+        };
+        pack(parts[mode == PLAIN ? p : 1], packed);
+        if (mode != PLAIN) pack(parts[0], packed + CHUNK * in);
+      }
 #endif
-          product<T>(height_now, from + r0 * padded, padded, weight, width, in, to);
-        const T* bias = (const T*)part.bias;
-        for (int r = 0; bias && r < height_now; r++)
-          for (int n = 0; n < width; n++) to[r * CHUNK + n] += to_float(bias[f0 + n]);
-      };
-      if (mode != PLAIN) compute(parts[0], gate);
-      compute(parts[mode == PLAIN ? p : 1], tile);
-      for (int r = 0; r < height_now; r++) {
-        const float* sums = tile + r * CHUNK;
-        int64_t at = (r0 + r) * features + start + f0;
-        const float* factors = gate + r * CHUNK;
-        for (int n = 0; n < width; n += LANES) {
-          vec y = load(sums + n);
-          T rest[LANES] = {};
-          bool is_whole = width - n >= LANES;
-          if (mode != PLAIN) y = rounded<T>(activate(rounded<T>(load(factors + n)), mode == GELU)) * rounded<T>(y);
-          if (residual) {
-            if (!is_whole) std::copy_n(residual + at + n, width - n, rest);
-            y = rounded<T>(y) + widen(is_whole ? residual + at + n : rest);
+      for (int64_t r0 = first; r0 < end; r0 += group) {
+        int count = std::min(group, end - r0);
+        auto compute = [&](const Part& part, float* to) {
+          const T* weight = (const T*)part.weight + f0 * in;
+#if HAS_AMX && HAS_DOTS
+          if (packs_weights)
+            amx_product_of_packed(tiles + r0 * in, count, packed + (to == gate ? CHUNK * in : 0), width, in, to, CHUNK);
+          else if (uses_tiles && width >= 16)
+            amx_product(tiles, count, in, (const bf16*)weight, in, width, to, CHUNK);
+          else if (uses_tiles) {  // a tile of features, zeros beyond the last
+            memcpy(packed, weight, width * in * sizeof(T));
+            memset(packed + width * in, 0, (16 - width) * in * sizeof(T));
+            amx_product(tiles, count, in, packed, in, 16, to, CHUNK);
           }
-          put(is_whole ? out + at + n : rest, y);
-          if (!is_whole) std::copy_n(rest, width - n, out + at + n);
+          else
+#endif
+            product<T>(count, from + r0 * padded, padded, weight, width, in, to);
+          const T* bias = (const T*)part.bias;
+          for (int r = 0; bias && r < count; r++)
+            for (int n = 0; n < width; n++) to[r * CHUNK + n] += to_float(bias[f0 + n]);
+        };
+        for (int r = 0; packs_weights && r < count; r++)  // what is read and written after the product
+          for (int n = 0; n < width; n += 64 / sizeof(T)) {
+            int64_t at = (r0 + r) * features + start + f0 + n;
+            __builtin_prefetch(out + at, 1, 2);
+            if (residual) __builtin_prefetch(residual + at, 0, 2);
+          }
+        if (mode != PLAIN) compute(parts[0], gate);
+        compute(parts[mode == PLAIN ? p : 1], tile);
+        for (int r = 0; r < count; r++) {
+          const float* sums = tile + r * CHUNK;
+          int64_t at = (r0 + r) * features + start + f0;
+          const float* factors = gate + r * CHUNK;
+          for (int n = 0; n < width; n += LANES) {
+            vec y = load(sums + n);
+            T rest[LANES] = {};
+            bool is_whole = width - n >= LANES;
+            if (mode != PLAIN) y = rounded<T>(activate(rounded<T>(load(factors + n)), mode == GELU)) * rounded<T>(y);
+            if (residual) {
+              if (!is_whole) std::copy_n(residual + at + n, width - n, rest);
+              y = rounded<T>(y) + widen(is_whole ? residual + at + n : rest);
+            }
+            put(is_whole ? out + at + n : rest, y);
+            if (!is_whole) std::copy_n(rest, width - n, out + at + n);
+          }
         }
       }
     }
