@@ -61,6 +61,21 @@ void multiply_tiles(const bf16* a, int64_t row, int64_t step, const uint32_t* b,
   if (R > 1) _tile_stored(2, lower, BYTES);
   if (R > 1 && C > 1) _tile_stored(3, lower + 16, BYTES);
 }
+
+// The same for 32 pairs and C = 2, whose four tiles of `b` stay in registers. rows: a multiple of 16.
+inline void multiply_by_resident(int rows, const bf16* a, int64_t row, int64_t step, const uint32_t* b, bool add,
+                                 float* to) {
+  _tile_loadd(4, b, 128); _tile_loadd(5, b + 16, 128); _tile_loadd(6, b + 512, 128); _tile_loadd(7, b + 528, 128);
+  for (int r = 0; r < rows; r += 16, a += 16 * row, to += 512) {
+    if (add) { _tile_loadd(0, to, 128); _tile_loadd(1, to + 16, 128); }
+    else { _tile_zero(0); _tile_zero(1); }
+    _tile_loadd(2, a, row * 2);
+    _tile_loadd(3, a + step, row * 2);
+    _tile_dpbf16ps(0, 2, 4); _tile_dpbf16ps(1, 2, 5);
+    _tile_dpbf16ps(0, 3, 6); _tile_dpbf16ps(1, 3, 7);
+    _tile_stored(0, to, 128); _tile_stored(1, to + 16, 128);
+  }
+}
 #else
 inline bool has_amx() { return false; }
 inline void enter_amx() {}

@@ -37,6 +37,7 @@ struct Kernel {
   using E = std::conditional_t<DOTS<T>, bf16, float>;           // of operands
   using Packed = std::conditional_t<DOTS<T>, uint32_t, float>;  // of queries and weights in lanes; pairs in bfloat16
   static constexpr int V = D / LANES, TILE = DOTS<T> ? 128 : 64;
+  static constexpr float SLACK = 8;  // weights grow to 2^SLACK before sums are scaled down: it is seldom needed
   static constexpr int FEW = 6;  // queries up to which lanes for queries do not pay
   static constexpr int DEPTH = DOTS<T> ? (D + 31) / 32 * 32 : D;  // of score products, padded with zeros
   static constexpr int INNER = DOTS<T> ? DEPTH / 2 : D;           // the same in elements of Packed
@@ -141,10 +142,10 @@ struct Kernel {
   // In lanes, of each head: sums^T in blocks (D, W) of queries, their maxima and norms, and queries^T (INNER, W).
   struct Work {
     std::vector<Tile> tiles;
-    std::vector<T> decoded_keys = std::vector<T>(IS_CODED ? TILE * D : 0), decoded_values = decoded_keys;
-    std::vector<E> query, turned, keys, values, few_weights;
-    std::vector<Packed> laid, weights;
-    std::vector<float> scores, sums, top, norm;
+    Lines<T> decoded_keys = Lines<T>(IS_CODED ? TILE * D : 0), decoded_values = decoded_keys;
+    Lines<E> query, turned, keys, values, few_weights;
+    Lines<Packed> laid, weights;
+    Lines<float> scores, sums, top, norm;
     std::vector<int> from, to;  // of each query of a head, in slots of a range
     std::vector<float> distance;  // the range's position minus the query's
     std::vector<Span> spans;    // of each block of W queries
@@ -349,7 +350,7 @@ struct Kernel {
 
   // Rows of a tile as they are computed with, `stride` elements apart: where they are stored, or decoded.
   static int64_t stride(const Shape& s) { return IS_CODED ? D : s.slot_stride; }
-  static const T* rows(const S* stored, int64_t stride, int n, std::vector<T>& decoded) {
+  static const T* rows(const S* stored, int64_t stride, int n, Lines<T>& decoded) {
     if constexpr (IS_CODED) {
       for (int j = 0; j < n; j++) decode<D>(stored + j * stride, &decoded[j * D]);
       return decoded.data();
@@ -453,6 +454,7 @@ struct Kernel {
     }
     for (int c = 0; c < C; c++) {
       vec before = load(top + c * LANES), best = larger(before, larger(most[0][c], most[1][c]) * factor);
+      if (DOTS<T>) best = best <= before + SLACK ? before : best;
       least[c] = larger(best, splat(-1e30f));  // finite, also for queries that have seen nothing
       keep[c] = exp2_fast(before - least[c]);
       store(top + c * LANES, best);
@@ -574,7 +576,7 @@ struct Kernel {
     if (!decode) size = 64;
     int items = parts * stripes, nq = std::min(block, s.rows) * s.share, all = heads * nq;
     int64_t kept = stripes > 1 ? (int64_t)items * all : 0;  // partial results, merged at the end
-    std::unique_ptr<float[]> acc(new float[kept * D]), top(new float[kept]), norm(new float[kept]);
+    Lines<float> acc(kept * D), top(kept), norm(kept);
     std::vector<int64_t> first(segs, -1);
     std::vector<Tile> units;  // of packed values
     for (int i = 0; i < segs && DOTS<T> && !decode; i++) {
@@ -585,12 +587,12 @@ struct Kernel {
       for (int t = 0; t < length; t += UNIT) units.push_back({i, t, std::min(UNIT, length - t), active});
     }
     int64_t count = units.size();
-    std::unique_ptr<E[]> values(count ? new E[count * s.groups * UNIT * D] : nullptr);
-    Values packed{values.get(), first.data(), count};
+    Lines<E> values(count * s.groups * UNIT * D);
+    Values packed{count ? values.data() : nullptr, first.data(), count};
 #pragma omp parallel num_threads(threads)
     {
       Work w(nq, heads);
-      std::vector<float> own(stripes > 1 ? 0 : (int64_t)all * (D + 2));
+      Lines<float> own(stripes > 1 ? 0 : (int64_t)all * (D + 2));
       if constexpr (DOTS<T>) {
         Next none(K, Vs, 0, 0, seg, {});
 #pragma omp for schedule(static)

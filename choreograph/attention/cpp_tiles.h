@@ -47,9 +47,10 @@ void multiply(int rows, const bf16* a, int64_t row, int64_t step, const uint32_t
               float* to) {
 #if HAS_AMX
   if (has_amx()) {
-    bool is_kept = true;
-    for (int c = 0; c < C && keep; c++) for (int i = 0; i < LANES; i++) is_kept &= keep[c][i] == 1.0f;
-    for (int i = 0; i < rows * C && !is_kept; i++) store(to + i * LANES, load(to + i * LANES) * keep[i % C]);
+    ivec changed{};
+    for (int c = 0; c < C && keep; c++) changed |= (ivec)(keep[c] != 1.0f);
+    for (int i = 0; i < rows * C && any(changed); i++) store(to + i * LANES, load(to + i * LANES) * keep[i % C]);
+    if (C == 2 && pairs == 32) return multiply_by_resident(rows, a, row, step, b, keep, to);
     int r = 0;
     for (; r + 32 <= rows; r += 32)
       multiply_tiles<2, C>(a + r * row, row, step, b, pairs, keep, to + r * C * LANES);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <vector>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -39,6 +40,15 @@ inline vec larger(vec a, vec b) {  // `a` if one is NaN; GCC does not see that a
   return a < b ? b : a;
 #endif
 }
+inline bool any(ivec x) {  // whether a lane is not 0
+#if REGISTER == 16 && defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#else
+  int sum = 0;
+  for (int i = 0; i < LANES; i++) sum |= x[i];
+  return sum;
+#endif
+}
 // Keeps an operand in a register: otherwise GCC may read it from memory again for each product.
 template <class Vector>
 inline Vector hold(Vector x) {
@@ -47,6 +57,19 @@ inline Vector hold(Vector x) {
 #endif
   return x;
 }
+
+// Vectors that begin at a cache line: registers and rows of tiles are as long as one.
+template <class T>
+struct LineAllocator {
+  typedef T value_type;
+  LineAllocator() = default;
+  template <class U> LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+  template <class U> bool operator==(const LineAllocator<U>&) const { return true; }
+  template <class U> bool operator!=(const LineAllocator<U>&) const { return false; }
+};
+template <class T> using Lines = std::vector<T, LineAllocator<T>>;
 
 struct bf16 { uint16_t bits; };
 inline float to_float(float x) { return x; }
@@ -79,7 +102,15 @@ inline vec exp2_fast(vec x) {  // error at most 2 ulp for x in [-126, 0]; 0 belo
 }
 inline float exp2_fast(float x) { return exp2_fast(splat(x))[0]; }
 
-inline vec exp2_short(vec x) {  // error at most 3e-6 for x <= 0, at least 2^-125; NaN stays NaN
+inline vec exp2_short(vec x) {
+#if REGISTER == 16 && defined(__AVX512F__) && defined(__AVX512DQ__)
+  vec f = (vec)_mm512_reduce_ps((__m512)x, 0x9), p = splat(1.3534167e-2f);
+  p = p * f + 5.2011464e-2f;
+  p = p * f + 2.4144275e-1f;
+  p = p * f + 6.9300383e-1f;
+  p = p * f + 1.0000026f;
+  return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
   x = larger(x, splat(-125.0f));
   const vec big = splat(12582912.0f);
   vec biased = x + big, f = x - (biased - big);
@@ -89,6 +120,7 @@ inline vec exp2_short(vec x) {  // error at most 3e-6 for x <= 0, at least 2^-12
   p = p * f + 6.9312181e-1f;
   p = p * f + 9.9999926e-1f;
   return (vec)((ivec)p + ((ivec)biased << 23));  // adds to the exponent
+#endif
 }
 
 // Pairs of bfloat16 in 32 bits, the first in the lower half.
