@@ -3,7 +3,8 @@
 All sides run in turns in one run. The first run installs vLLM into .venv-vllm. Weights are bfloat16; llama.cpp's are Q4_1,
 the format of `quantization="int4"`, which is measured too. `--only decode` (or prefill, programs) measures a part and
 keeps the other results; `--rounds` sets how often. On processors without AVX-512 bfloat16 instructions, vLLM
-and Hugging Face compute in float32, which is faster for them there, and results are saved as `peers_avx2`.
+and Hugging Face compute in float32, which is faster for them there, and results are saved as `peers_avx2`; on processors
+with AMX as `peers_amx`.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from statistics import fmean, median
 import torch
 
 from choreograph import Engine
+from choreograph.attention.cpp_backend import cpu_flags
 
 from .common import (
     Row,
@@ -46,7 +48,7 @@ PREFILLS = {  # name -> (tokens, prompts)
     "prefill of 16 prompts of 512": (512, 16),
 }
 OURS, OURS_INT4 = "choreograph", "choreograph int4"  # what ratios are of
-RESULT = "peers" if has_fast_bfloat16() else "peers_avx2"
+RESULT = "peers_amx" if "amx_bf16" in cpu_flags() else "peers" if has_fast_bfloat16() else "peers_avx2"
 PARTS = ("decode", "prefill", "programs")
 # measured with one request only: with AVX2 it is faster than float32 there, and several times slower otherwise
 VLLM_BFLOAT16 = "vLLM bfloat16"

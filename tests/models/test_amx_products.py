@@ -19,7 +19,7 @@ extern "C" void product(const bf16* x, int64_t x_row, int rows, int64_t inputs, 
   std::vector<bf16> packed(amx_packed_size(rows, inputs));
   enter_amx();
   for (int first = 0; first < rows; first += 16) amx_pack(x, x_row, rows, inputs, first, packed.data());
-  amx_product(packed.data(), rows, inputs, weight, row, features, out, out_row);
+  amx_product(packed.data(), rows, inputs, weight, row, features, nullptr, out, out_row);
   leave_amx();
 }
 extern "C" void product_of_packed(const bf16* x, int64_t x_row, int rows, int64_t inputs, const bf16* weight,

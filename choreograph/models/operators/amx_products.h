@@ -10,13 +10,14 @@
 //     packed once, for all weights that multiply it.
 //
 //   void amx_product(const bf16* packed, int rows, int64_t inputs, const bf16* weight, int64_t row, int64_t features,
-//                    float* out, int64_t out_row)
+//                    const bf16* next, float* out, int64_t out_row)
 //     Writes out[r * out_row + f] for r < rows and f < features. Feature f has the weights weight[f * row] and on. A
-//     thread calls it for features of its own, with pointers to the first of them. features: at least 16.
+//     thread calls it for features of its own, with pointers to the first of them. features: at least 16. next: weights
+//     that the thread reads afterwards, or null.
 //
 // Weight rows are the left tiles, 16 features by 32 inputs, and the input has the right tiles, 32 inputs by 16 rows. So
 // a product has the features in rows, and is transposed when it is stored. Weights of the next 32 features are fetched
-// into the second-level cache, in the order of memory, while those of 32 are multiplied.
+// into the second-level cache while those of 32 are multiplied.
 //
 // More rows: weights are packed as right tiles when they are needed, and the rows are the left ones.
 //
@@ -77,12 +78,12 @@ inline void amx_block(const bf16* packed, int rows, int64_t inputs, const bf16* 
 }
 
 inline void amx_product(const bf16* packed, int rows, int64_t inputs, const bf16* weight, int64_t row,
-                        int64_t features, float* out, int64_t out_row) {
+                        int64_t features, const bf16* next, float* out, int64_t out_row) {
   for (int64_t f = 0, left; f < features; f += left < 32 ? 16 : 32) {
     left = features - f;
     int64_t at = left < 16 ? features - 16 : f;  // the last 16 may overlap the ones before
     const bf16* w = weight + at * row;
-    const char* ahead = left > 32 ? (const char*)(w + 32 * row) : nullptr;
+    const char* ahead = (const char*)(left > 32 ? w + 32 * row : next);
     for (int m = 0; m < rows; m += 32) {
       int count = std::min(32, rows - m);
       const bf16* x = packed + m * inputs;

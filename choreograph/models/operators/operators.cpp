@@ -276,6 +276,7 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
   if (packs_weights) height = (height + 31) / 32 * 32;
   int64_t group = packs_weights ? 32 : height;  // rows until bias, gate and residual are applied
   int64_t share = std::max<int64_t>(1, items / (8 * threads));
+  if (uses_tiles && !packs_weights) share = (items + threads - 1) / threads;  // weights in the order of memory
 #pragma omp parallel num_threads(threads)
   {
     if (copies) {
@@ -322,17 +323,18 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
 #endif
       for (int64_t r0 = first; r0 < end; r0 += group) {
         int count = std::min(group, end - r0);
-        auto compute = [&](const Part& part, float* to) {
+        auto compute = [&](const Part& part, float* to, const Part& next, int64_t next_f0) {
           const T* weight = (const T*)part.weight + f0 * in;
+          const T* ahead = next_f0 < next.features ? (const T*)next.weight + next_f0 * in : nullptr;
 #if HAS_AMX && HAS_DOTS
           if (packs_weights)
             amx_product_of_packed(tiles + r0 * in, count, packed + (to == gate ? CHUNK * in : 0), width, in, to, CHUNK);
           else if (uses_tiles && width >= 16)
-            amx_product(tiles, count, in, (const bf16*)weight, in, width, to, CHUNK);
+            amx_product(tiles, count, in, (const bf16*)weight, in, width, (const bf16*)ahead, to, CHUNK);
           else if (uses_tiles) {  // a tile of features, zeros beyond the last
             memcpy(packed, weight, width * in * sizeof(T));
             memset(packed + width * in, 0, (16 - width) * in * sizeof(T));
-            amx_product(tiles, count, in, packed, in, 16, to, CHUNK);
+            amx_product(tiles, count, in, packed, in, 16, (const bf16*)ahead, to, CHUNK);
           }
           else
 #endif
@@ -347,8 +349,8 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
             __builtin_prefetch(out + at, 1, 2);
             if (residual) __builtin_prefetch(residual + at, 0, 2);
           }
-        if (mode != PLAIN) compute(parts[0], gate);
-        compute(parts[mode == PLAIN ? p : 1], tile);
+        if (mode != PLAIN) compute(parts[0], gate, parts[1], f0);
+        compute(parts[mode == PLAIN ? p : 1], tile, parts[mode == PLAIN ? p : 0], f0 + CHUNK);
         for (int r = 0; r < count; r++) {
           const float* sums = tile + r * CHUNK;
           int64_t at = (r0 + r) * features + start + f0;
