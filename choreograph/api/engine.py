@@ -416,8 +416,10 @@ def _create_cache_manager(
     capacity = None if cache.capacity is None else parse_capacity(cache.capacity, bytes_per_token)
     if capacity is None or capacity * bytes_per_token >= GC_THRESHOLD_BYTES:
         gc.collect()  # unreferenced engines contain reference cycles; free their memory now
+    if capacity is None:
+        capacity = hf_model.default_cache_tokens(bytes_per_token)
     pool = KVPool(
-        pages=hf_model.default_cache_tokens(capacity) // cache.page_size,
+        pages=capacity // cache.page_size,
         page_size=cache.page_size,
         layers=[(model_info.kv_heads, row_width)] * model_info.layers,
         dtype=dtype,

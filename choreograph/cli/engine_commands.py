@@ -24,7 +24,10 @@ def info(
     """Show the model, its cache and the backend that this machine gets."""
     engine = open_engine(model, dtype)
     model_info, core, stats = engine.model_info, engine.core, engine.stats()
-    cache_tokens = stats.num_pages * core.config.cache.page_size
+    cache_tokens, bytes_per_token = (
+        stats.num_pages * core.config.cache.page_size,
+        core.cache_manager.pool.bytes_per_token,
+    )
     specs = Counter(map(str, model_info.attention_specs))
     described = {
         "model": model_info.name,
@@ -38,11 +41,13 @@ def info(
         "device": str(model_info.device),
         "backend": core.backend.name,
         "backend note": core.backend_fallback_reason or "",
-        "cache bytes per token": core.cache_manager.pool.bytes_per_token,
+        "cache bytes per token": bytes_per_token,
         "cache tokens": cache_tokens,
-        "cache bytes": cache_tokens * core.cache_manager.pool.bytes_per_token,
+        "cache bytes": cache_tokens * bytes_per_token,
         "largest context in the cache": min(model_info.max_positions, cache_tokens),
-        "largest context in free memory": min(model_info.max_positions, core.hf_model.max_cache_tokens()),
+        "largest context in free memory": min(
+            model_info.max_positions, core.hf_model.max_cache_tokens(bytes_per_token)
+        ),
         "fingerprint": model_info.fingerprint,
     }
     if as_json:

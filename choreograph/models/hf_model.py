@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..attention.backend import ForwardContext, to_device
-from ..config import parse_capacity
 from ..errors import ConfigError, ModelError
 from ..outputs import BASE_MODEL
 from ..utils import allow_sigint
@@ -396,21 +395,19 @@ class HFModel:
             )
         return tuple(dict.fromkeys(token for token in named if token not in invalid))
 
-    def default_cache_tokens(self, requested: int | str | None) -> int:
-        """Return the KV cache capacity in tokens.
+    def default_cache_tokens(self, bytes_per_token: int) -> int:
+        """Return the default KV cache capacity in tokens of so many bytes.
 
-        If `requested` is None: eight full contexts, but at most a quarter of the free host memory or half
-        of the free GPU memory. The rest is for further models and activations.
+        Eight full contexts, but at most a quarter of the free host memory or half of the free GPU memory. The
+        rest is for further models and activations.
         """
-        if requested is not None:
-            return parse_capacity(requested, self.model_info.kv_bytes_per_token)
-        limit = self.max_cache_tokens() // (4 if self.model_info.device.type == "cpu" else 2)
+        limit = self.max_cache_tokens(bytes_per_token) // (4 if self.model_info.device.type == "cpu" else 2)
         size = max(256, min(8 * self.model_info.max_positions, limit))
         return size if self.tp_group is None else min(self.tp_group.all_gather("cache size", size))
 
-    def max_cache_tokens(self) -> int:
-        """Return the number of tokens whose KV fits in free memory."""
-        return free_memory(self.model_info.device) // self.model_info.kv_bytes_per_token
+    def max_cache_tokens(self, bytes_per_token: int) -> int:
+        """Return the number of tokens of so many bytes in the KV cache that fit in free memory."""
+        return free_memory(self.model_info.device) // bytes_per_token
 
 
 def _set_attention(config: Any, implementation: str) -> None:

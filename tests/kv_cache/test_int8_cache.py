@@ -20,6 +20,7 @@ from choreograph.errors import CacheFileError, ConfigError, InvalidRequestError,
 from choreograph.layer_reuse import ContextStore
 from choreograph.layer_reuse.remote import RemoteSender, serve
 from choreograph.layer_reuse.transport import send_details
+from choreograph.models import hf_model
 from choreograph.prompt_cache import PromptCache, module, schema
 
 INT8 = {"kv_cache_dtype": "int8"}
@@ -216,3 +217,13 @@ def test_rows_of_a_snapshot_decode_to_keys_and_values():
     for plain, rows in zip(*exported, strict=True):
         assert torch.equal(rows, encode(plain)), "keys and values of the first layer do not depend on the cache"
         assert torch.allclose(decode(rows), plain, atol=float(plain.abs().max()) / 254)
+
+
+def test_the_default_capacity_counts_the_bytes_of_the_cache(monkeypatch):
+    model = tiny_models.build()
+    monkeypatch.setattr(hf_model, "free_memory", lambda device: 1 << 20)
+    sizes = [
+        Engine.from_pretrained(model, config=EngineConfig(cache=CacheConfig(kv_cache_dtype=dtype))).stats().num_pages
+        for dtype in ("auto", "int8")
+    ]
+    assert sizes[0] < sizes[1]
