@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .. import errors
 from ..api.call import OPTION_NAMES, SAMPLING_FIELDS, Call, CallKind, SessionAPI
-from ..api.chat import Turn
+from ..api.chat import turns_of
 from ..errors import ChoreographError, ConfigError, InvalidRequestError, MessageReleasedError, SessionClosedError
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
@@ -330,8 +330,8 @@ def _json_body(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_body(prompt: Any) -> Any:
-    if isinstance(prompt, Turn):
-        return asdict(prompt)
+    if turns := turns_of(prompt):
+        return [asdict(turn) for turn in turns]
     return prompt if isinstance(prompt, str) else [int(token) for token in prompt]
 
 

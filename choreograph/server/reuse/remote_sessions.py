@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -41,6 +41,7 @@ from .remote_bodies import (
     DeclassifyBody,
     Prompt,
     SessionBody,
+    TurnBody,
 )
 from .schema_store import SchemaPrompt
 
@@ -54,8 +55,8 @@ class EncodedCall(NamedTuple):
     The prompt of a schema is resolved.
     """
 
-    prompt: list[int] | EncodedTurn | SchemaPrompt
-    footer: list[int] | EncodedTurn | None = None
+    prompt: list[int] | list[EncodedTurn] | SchemaPrompt
+    footer: list[int] | list[EncodedTurn] | None = None
 
 
 @dataclass
@@ -144,25 +145,27 @@ class RemoteSessions:
 
     def _encode(
         self, prompt: Prompt, kind: str, *, is_first: bool = False, parents: Sequence[Message] = ()
-    ) -> list[int] | EncodedTurn:
-        """Tokenize a text or turn as the session would.
+    ) -> list[int] | list[EncodedTurn]:
+        """Tokenize a text or turns as the session would.
 
         Args:
             is_first: it has no parents.
         """
         service, template = self._service, require_chat_template(self._service.engine.chat)
-        if isinstance(prompt, list):
-            return prompt
         if isinstance(prompt, str):
             limit, opening = service.max_model_len, is_first and bool(prompt)
             return service.renderer.tokenize(prompt, opening=opening, max_tokens=limit, param="tokens")
-        service.renderer.check_length(prompt.text, service.max_model_len, "tokens")
-        turn = Turn(**prompt.model_dump())
-        options = {"opening": is_first and turn.opening, "after_system": follows_system_turn(tuple(parents))}
-        if kind == "prefill":
-            return EncodedTurn(turn.role, turn.text, turn.opening, tuple(template.encode(turn, **options)))
-        header, footer = template.open_turn(turn, **options)
-        return EncodedTurn(turn.role, turn.text, turn.opening, tuple(header), tuple(footer))
+        items = prompt if isinstance(prompt, list) else [prompt]
+        if not items or isinstance(items[0], int):
+            return cast("list[int]", items)
+        turns = [Turn(**turn.model_dump()) for turn in cast("list[TurnBody]", items)]
+        service.renderer.check_length("".join(turn.text for turn in turns), service.max_model_len, "tokens")
+        return template.encode_turns(
+            turns,
+            opening=is_first,
+            after_system=follows_system_turn(tuple(parents)),
+            opens_last=kind == "decode",
+        )
 
     def submit(
         self, tenant: str, session_id: str, body: CallsBody, encoded: Sequence[EncodedCall]
