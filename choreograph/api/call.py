@@ -42,6 +42,10 @@ class FeatureOptions(TypedDict, total=False):
     on_leak: "OnLeak | None"
     """"reencode" (the default) encodes parents that saw other labels again, "error" refuses them."""
 
+    warn_blocked: bool | None
+    """False: no warning of a user turn that saw nothing of what it is read with (`docs/concepts.md`); else one a
+    session, in the log "choreograph"."""
+
 
 class CallOptions(FeatureOptions, total=False):
     """Options of `Session.prefill`; features add theirs (`ContextFeature.options`)."""

@@ -19,6 +19,7 @@ from ..errors import (
     WrongSessionError,
 )
 from ..features.agent_tags import current_tag
+from ..features.blocked_turns import log_warning
 from ..features.budget import Budget
 from ..features.guard import copy_labels, labels_of
 from ..features.layer_variants import with_layers
@@ -90,6 +91,7 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         self._max_released = 8  # of them, before the finished ones are removed
         self.closed = False
         self.on_close: list[Callable[[], None]] = []
+        self.on_warning: Callable[[str], None] = log_warning
         self._seed_rng = random.Random(seed)
         self.budget: Budget | None = None  # chooses the repair of calls that give none
         self.defaults = core.features.parse_defaults(options)  # options of calls that give none

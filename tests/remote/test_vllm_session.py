@@ -333,7 +333,7 @@ def test_a_failed_parent_fails_its_readers():
         assert len(failed.parents) == 3 and isinstance(failed.error, RequestTooLargeError)
 
 
-def test_questions_are_asked_in_the_header():
+def test_questions_are_asked_in_the_header(caplog):
     model = tiny_models.build(vocabulary=len(tokenizer()), positions=1024)
     served, local = (Engine.from_pretrained(model, tokenizer=tokenizer()) for _ in range(2))
 
@@ -343,7 +343,8 @@ def test_questions_are_asked_in_the_header():
             [session.user("where?"), session.assistant("at")], [inn, mill], max_tokens=4, temperature=0
         )
         reader = session.decode([session.user("sure?"), session.assistant()], [mill, said], max_tokens=4, temperature=0)
-        return [said, reader]
+        blocked = session.decode(session.assistant(), [mill, inn], max_tokens=1, temperature=0)
+        return [said, reader, blocked]
 
     with (
         serving_vllm(served, max_model_len=1024) as (url, _),
@@ -353,3 +354,4 @@ def test_questions_are_asked_in_the_header():
     ):
         for message, expected in zip(run(session), run(same), strict=True):
             assert_same(message, expected)
+    assert ["a user turn that saw nothing of" in record.getMessage() for record in caplog.records] == [True, True]

@@ -24,7 +24,7 @@ from ...namespace import UNSALTED, Client
 from ...outputs import BASE_MODEL, TokenLogprob
 from ...request.request import RequestState
 from ...sampling_params import SamplingParams
-from ..api_errors import ApiError, overloaded, to_api_error
+from ..api_errors import ApiError, hide_ids, overloaded, to_api_error
 from ..dashboard.request_log import SESSION
 from ..engine_thread import Generation
 from ..openai.answer_loop import SCORE_BYTES
@@ -66,6 +66,7 @@ class OpenSession:
     session: Session
     tracker: AgentTracker | None  # of the agents
     messages: dict[str, Message] = field(default_factory=dict)  # unreleased ones by id
+    warnings: list[str] = field(default_factory=list)  # of the session, not sent yet
     used: float = field(default_factory=time.monotonic)  # seconds, of the last call
 
 
@@ -99,7 +100,8 @@ class RemoteSessions:
         )
         tracker = self._service.planner.store.track(tenant, body.workflow or "", session)
         session_id = uuid.uuid4().hex
-        self._sessions[tenant, session_id] = OpenSession(session, tracker)
+        opened = self._sessions[tenant, session_id] = OpenSession(session, tracker)
+        session.on_warning = opened.warnings.append
         return session_id
 
     def close(self, tenant: str, session_id: str) -> None:
@@ -167,10 +169,10 @@ class RemoteSessions:
             opens_last=kind == "decode",
         )
 
-    def submit(
-        self, tenant: str, session_id: str, body: CallsBody, encoded: Sequence[EncodedCall]
-    ) -> list[dict[str, Any]]:
+    def submit(self, tenant: str, session_id: str, body: CallsBody, encoded: Sequence[EncodedCall]) -> dict[str, Any]:
         """Submit calls of one kind; a refused one submits none.
+
+        Returns the messages, and warnings of the session.
 
         Args:
             encoded: texts of the calls, from `encode`.
@@ -202,10 +204,13 @@ class RemoteSessions:
             if self._service.log is not None and message._request.state is not RequestState.DONE:
                 workflow = f"session {session_id}, {session.mode}"
                 self._service.log.start(tenant, workflow, kind, SESSION, [message])
-        return [
+        names = self.message_names(tenant, session_id) if opened.warnings else {}
+        warnings, opened.warnings[:] = [hide_ids(text, names) for text in opened.warnings], []
+        replies = [
             {"id": message_id, "model": message.model, "role": message.role, "labels": sorted(message.labels)}
             for message_id, message in zip(ids, submitted, strict=True)
         ]
+        return {"messages": replies, "warnings": warnings}
 
     def _generate(self, tenant: str, session: Session, body: CallsBody, prompt: Any) -> Message:
         """Submit a prompt whose modules come from a schema's cache."""
@@ -370,7 +375,10 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         await run(lambda: sessions.get(tenant, session_id), tenant, session_id)
         encode = service.work(tenant, request, lambda: sessions.encode(tenant, session_id, body))
         encoded = await named_errors(encode, tenant, session_id)
-        return {"messages": await run(lambda: sessions.submit(tenant, session_id, body, encoded), tenant, session_id)}
+        reply: dict[str, Any] = await run(
+            lambda: sessions.submit(tenant, session_id, body, encoded), tenant, session_id
+        )
+        return reply
 
     @router.get("/{session_id}/messages/{message_id}")
     async def read_message(session_id: str, message_id: str, tenant: str = tenant_dependency) -> Response:
