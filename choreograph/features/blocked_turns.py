@@ -17,7 +17,8 @@ from .variants import parents_of
 
 MAX_NAMES = 3  # messages that a sentence lists
 
-MEASURED = "of 40 questions about five documents each, 17 were answered right instead of 7"  # `docs/concepts.md`
+# `docs/concepts.md`
+MEASURED = "of 40 questions about five documents each, a model of 0.5B then answered 17 instead of 7 right"
 
 log_warning = logging.getLogger("choreograph").warning
 
@@ -51,9 +52,9 @@ def blocked_turn(message: MessageHandle) -> BlockedTurn | None:
     system turns and what all later parents attended to do not count. The turn must have attended to none of the
     others, not through other messages either.
     """
-    parents = [unwrap_slice(parent) for parent in message.parents]
     if message.roles != ("assistant",) or message.kind != "decode" or message._request.mode != "choreographed":
         return None
+    parents = [unwrap_slice(parent) for parent in message.parents]
     if len(parents) < 2 or parents[-1].role != "user" or parents[-1].kind == "decode":
         return None
     *before, turn = parents
