@@ -18,7 +18,7 @@ with engine.session() as s:
         (["bridge", "mill"], "When was the mill built?"),
         (["school", "bridge", "mill"], "How many arches has the bridge?"),
     ):
-        asked = s.prefill(s.user(question), [intro, *(shelf[n] for n in names)])
-        answer = s.decode(s.assistant(), [intro, *(shelf[n] for n in names), asked], sampling=greedy)
+        documents = [shelf[name] for name in names]
+        answer = s.decode([s.user(question), s.assistant()], [intro, *documents], sampling=greedy)
         print(f"{question} {answer.text}")
         print(f"   reused {answer.usage.cached_tokens} tokens, encoded {answer.usage.computed_tokens}")

@@ -16,8 +16,8 @@ def run(p: WorkflowRun, task: str, *, critics: int = 2):
     p.record("words", len(draft.text.split()))  # reading a value runs what it needs
     if not any(note.text.strip() for note in notes):
         p.record_parse_failure("note")
-    again = p.prefill("again", p.user("Write the answer again, without the weaknesses."), [asked])
-    return p.decode("answer", p.assistant("Final:"), [asked, draft, *notes, again])
+    again = p.user("Write the answer again, without the weaknesses.")  # in the header: it sees the draft and the notes
+    return p.decode("answer", [again, p.assistant("Final:")], [asked, draft, *notes])
 
 
 if __name__ == "__main__":

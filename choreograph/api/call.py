@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # not for clients of a server, which do without torch
     from ..features.repair.options import Repair
 
 Offsets = Sequence[int | None] | None
-PromptInput = str | Sequence[int] | Turn
+PromptInput = str | Sequence[int] | Turn | Sequence[Turn]
 
 
 class FeatureOptions(TypedDict, total=False):
@@ -41,6 +41,10 @@ class FeatureOptions(TypedDict, total=False):
 
     on_leak: "OnLeak | None"
     """"reencode" (the default) encodes parents that saw other labels again, "error" refuses them."""
+
+    warn_blocked: bool | None
+    """False: no warning of a user turn that saw nothing of what it is read with (`docs/concepts.md`); else one a
+    session, in the log "choreograph"."""
 
 
 class CallOptions(FeatureOptions, total=False):
@@ -131,8 +135,8 @@ class SessionAPI(ChatTurns, ABC, Generic[MessageT, ParentT]):
         """Prefill `tokens`, attending to all of `parents` and to themselves causally.
 
         Args:
-            tokens: text, token ids or a chat turn; or a list of requests (dicts of these
-                arguments), which returns a list of messages computed together.
+            tokens: text, token ids, a chat turn or a list of turns; or a list of requests (dicts of
+                these arguments), which returns a list of messages computed together.
             parents: messages, or slices of them (`message[start:stop]`).
             offsets: position of the first token of each parent; None follows the previous parent.
             new_offset: position of the first new token; None follows the last parent.
@@ -157,8 +161,9 @@ class SessionAPI(ChatTurns, ABC, Generic[MessageT, ParentT]):
         """Generate a message that starts with `header` and ends with a footer.
 
         Args:
-            header: never empty, else as `tokens` of `prefill`; a list of requests returns a list of
-                messages.
+            header: never empty, else as `tokens` of `prefill`. Of a list of turns the last one is
+                generated and the others are complete; all of them attend to the parents, as in
+                [session.user(question), session.assistant()].
             options: see `DecodeOptions`; fields of `SamplingParams` are options too.
 
         The other arguments are those of `prefill`.

@@ -56,6 +56,22 @@ class EncodedTurn(Turn):
 _SAMPLE_USER_TURN = Turn("user", _SAMPLE_TEXT)
 
 
+def turns_of(prompt: object) -> tuple[Turn, ...]:
+    """Return the chat turns of a prompt; () if it is text or token ids.
+
+    Raises:
+        InvalidTokensError: if a list of turns has something else in it.
+    """
+    if isinstance(prompt, Turn):
+        return (prompt,)
+    if not isinstance(prompt, (list, tuple)) or not prompt or not isinstance(prompt[0], Turn):
+        return ()
+    for item in prompt:
+        if not isinstance(item, Turn):
+            raise InvalidTokensError(f"{item!r:.60} after a chat turn: a list of turns has turns alone")
+    return tuple(prompt)
+
+
 class SpecialTokens(NamedTuple):
     """Special tokens of a tokenizer."""
 
@@ -143,6 +159,28 @@ class ChatTemplate:
                 start = self._conversation_prefix if opening else self._folded_turn_end if after_system else ""
                 header = start + self._generation_prompt
         return self._tokenize(header + turn.text, cached=True), self._tokenize(footer, cached=True)
+
+    def encode_turns(
+        self, turns: Sequence[Turn], *, opening: bool, after_system: bool = False, opens_last: bool = False
+    ) -> list[EncodedTurn]:
+        """Tokenize turns that follow each other.
+
+        Args:
+            opening: the first turn opens a conversation, unless it says otherwise.
+            after_system: the first turn follows a system turn.
+            opens_last: the last turn is to be generated: tokenize its header, and its footer.
+        """
+        encoded: list[EncodedTurn] = []
+        for number, turn in enumerate(turns, 1):
+            is_open, opening = opens_last and number == len(turns), opening and turn.opening
+            footer: list[int] = []
+            if is_open:
+                ids, footer = self.open_turn(turn, opening=opening, after_system=after_system)
+            else:
+                ids = self.encode(turn, opening=opening, after_system=after_system)
+            encoded.append(EncodedTurn(turn.role, turn.text, turn.opening, tuple(ids), tuple(footer)))
+            opening, after_system = False, turn.role == "system"
+        return encoded
 
     def encode_text(self, text: str, *, opening: bool) -> list[int]:
         """Tokenize text without roles, with BOS if it opens a conversation."""

@@ -17,6 +17,7 @@ from ..core.core import EngineCore
 from ..errors import ConfigError, ModelError
 from ..events import EventBus
 from ..features.agent_tags import AgentTags
+from ..features.blocked_turns import BlockedTurns
 from ..features.budget import BudgetedRepair
 from ..features.guard import Guard, LabelFlow
 from ..features.other_models import LostParents, OtherModels, PatternSelector
@@ -67,7 +68,7 @@ class Engine:
         for name in (name for feature in features for name in (*feature.options, *feature.session_options)):
             if name in RESERVED_NAMES:
                 raise ConfigError(f"features: {name!r} is an option of the library: rename it")
-        first = AgentTags(), guard, LostParents()
+        first = AgentTags(), BlockedTurns(), guard, LostParents()
         last = BudgetedRepair(), ContextRepair(), self.other_models, LabelFlow(guard)
         self.core = EngineCore(hf_model, config, cache_manager, events, lock, FeatureSet((*first, *features, *last)))
         for name, source in (adapters or {}).items():

@@ -19,6 +19,7 @@ from ..errors import (
     WrongSessionError,
 )
 from ..features.agent_tags import current_tag
+from ..features.blocked_turns import log_warning
 from ..features.budget import Budget
 from ..features.guard import copy_labels, labels_of
 from ..features.layer_variants import with_layers
@@ -36,7 +37,7 @@ from ..request.request import Reencoding, Request
 from ..sampling_params import SamplingParams
 from ..utils import call_all, close_after
 from .call import OPTION_NAMES, SAMPLING_FIELDS, Call, CallKind, Offsets, PromptInput, SessionAPI
-from .chat import ChatTemplate, Turn
+from .chat import ChatTemplate, turns_of
 from .message import Message
 from .validation import (
     check_offsets,
@@ -46,6 +47,7 @@ from .validation import (
     check_sampling,
     create_decode_state,
     follows_system_turn,
+    join_turns,
     override_sampling,
     parents_of,
     require_chat_template,
@@ -89,6 +91,7 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         self._max_released = 8  # of them, before the finished ones are removed
         self.closed = False
         self.on_close: list[Callable[[], None]] = []
+        self.on_warning: Callable[[str], None] = log_warning
         self._seed_rng = random.Random(seed)
         self.budget: Budget | None = None  # chooses the repair of calls that give none
         self.defaults = core.features.parse_defaults(options)  # options of calls that give none
@@ -154,7 +157,7 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         message.result()
         draft = self.bare_draft(message.tokens, new_offset=message.position, model=original.model)
         request, copy = draft.request, draft.message
-        copy.role, copy.imported_from = message.role, message.imported_from or message
+        copy.roles, copy.imported_from = message.roles, message.imported_from or message
         request.position = message.position
         request.extend(TextOrigin(original))
         if original.layers is not None:  # can be recomputed as the original was
@@ -266,7 +269,7 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
             ids, parents, call.offsets, call.new_offset, state, options.get("model"), options.get("priority", 0)
         )
         message = self._handle(request, parents)
-        message.role = call.prompt.role if isinstance(call.prompt, Turn) else None
+        message.roles = tuple(turn.role for turn in turns_of(call.prompt))
         return self.core.features.draft(request, message, self, given, self.defaults)
 
     def _build_decode(
@@ -280,11 +283,12 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         """Return the token ids of a header and the sampling state of its decode."""
         sampling = override_sampling(options.get("sampling", DEFAULT_SAMPLING), sampling_options)
         footer, forced_tokens = options.get("footer"), options.get("forced_tokens")
-        footer_ids = list[int]()
-        if isinstance(header, Turn):
-            ids, footer_ids = require_chat_template(self._chat_template).open_turn(
-                header, opening=not has_parents and header.opening, after_system=after_system
+        footer_ids, turns = list[int](), turns_of(header)
+        if turns:
+            encoded = require_chat_template(self._chat_template).encode_turns(
+                turns, opening=not has_parents, after_system=after_system, opens_last=True
             )
+            ids, footer_ids = join_turns(encoded), list(encoded[-1].footer_ids)
             if not ids:
                 raise ConfigError("the chat template writes nothing before an answer: give the turn its first words")
             check_rows(ids + footer_ids, "header", *self._vocabulary)
@@ -297,7 +301,7 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
             forced_tokens = tokenize_input(forced_tokens, *self._vocabulary, opening=False, name="forced_tokens")
         eos_token_ids = () if sampling.ignore_eos else self.core.hf_model.eos_token_ids
         state = create_decode_state(ids, sampling, eos_token_ids, forced_tokens, *self._vocabulary, footer_ids)
-        state.is_chat_turn = isinstance(header, Turn) and footer is None
+        state.is_chat_turn = bool(turns) and footer is None
         return ids, state
 
     def _new_request(
@@ -391,7 +395,7 @@ class Session(SessionAPI[Message, Message | MessageSlice]):
         ):  # else nothing but its tokens is taken: a failure of it concerns no reader
             request.reencoding = Reencoding(source, keeps_positions)
         handle = self._handle(request, parents)
-        handle.role = message.role
+        handle.roles = message.roles
         return self.core.features.draft(
             request, handle, self, options, self.defaults, None if is_call else message._request
         )

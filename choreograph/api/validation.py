@@ -26,7 +26,7 @@ from ..request.detokenizer import Detokenizer
 from ..request.request import Request, RequestState
 from ..sampling_params import SamplingParams
 from .call import Offsets, PromptInput
-from .chat import ChatTemplate, Turn
+from .chat import ChatTemplate, EncodedTurn, turns_of
 
 
 def override_sampling(sampling: object, options: dict[str, Any]) -> SamplingParams:
@@ -120,7 +120,7 @@ def check_token(token: object, name: str, vocab_size: int) -> int:
     """Validate a token id; return it as an int below `vocab_size`."""
     value = as_int(token)
     if value is None:
-        raise InvalidTokensError(f"{name}: {token!r} is not a token id; give a string, token ids or a chat turn")
+        raise InvalidTokensError(f"{name}: {token!r} is not a token id; give a string, token ids or chat turns")
     if not 0 <= value < vocab_size:
         raise InvalidTokensError(f"{name}: token id {value} is outside the vocabulary of {vocab_size}")
     return value
@@ -146,31 +146,37 @@ def tokenize_input(
     name: str = "tokens",
     allow_empty: bool = False,
 ) -> list[int]:
-    """Return the token ids of text, a chat turn or token ids.
+    """Return the token ids of text, of chat turns or token ids.
 
     Every id has a row in the model's embedding.
 
     Args:
-        opening: the input opens a conversation: a turn includes the template's prefix, text the BOS
+        opening: the input opens a conversation: its first turn includes the template's prefix, text the BOS
             token.
         after_system: the input follows a system turn.
         name: name of the argument in error messages.
         allow_empty: accept an input without tokens.
     """
-    if isinstance(prompt, (Turn, str)):
+    turns = turns_of(prompt)
+    if turns or isinstance(prompt, str):
         chat_template = require_chat_template(chat_template)
-        if isinstance(prompt, Turn):
-            ids = chat_template.encode(prompt, opening=opening and prompt.opening, after_system=after_system)
-        else:
+        if isinstance(prompt, str):
             ids = chat_template.encode_text(prompt, opening=opening and bool(prompt))
+        else:
+            ids = join_turns(chat_template.encode_turns(turns, opening=opening, after_system=after_system))
         check_rows(ids, name, chat_template, vocab_size)
     elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) == 0:
-        raise InvalidTokensError(f"{name}={prompt!r}: give a string, token ids or a chat turn")
+        raise InvalidTokensError(f"{name}={prompt!r}: give a string, token ids or chat turns")
     else:
         ids = check_tokens(prompt, name, vocab_size)
     if not ids and not allow_empty:
         raise InvalidTokensError(f"{name} is empty: give at least one token")
     return ids
+
+
+def join_turns(turns: Iterable[EncodedTurn]) -> list[int]:
+    """Return the token ids of turns that follow each other."""
+    return [token for turn in turns for token in turn.token_ids]
 
 
 def require_chat_template(chat_template: ChatTemplate | None) -> ChatTemplate:

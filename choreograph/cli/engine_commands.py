@@ -120,20 +120,19 @@ def chat(
             if line == "/reset":
                 history = list(opening)
                 continue
-            turn = None
             try:
-                turn = session.prefill(session.user(line), parents=history)
-                reply = session.decode(session.assistant(), parents=[*history, turn], sampling=sampling)
+                header = [session.user(line), session.assistant()]
+                reply = session.decode(header, parents=history, sampling=sampling)
                 for piece in reply.stream():
                     print_text(console, piece, end="")
             except ChoreographError as exc:
-                dropped = f"{(turn and turn.error) or exc}; this turn is dropped, /reset starts anew"
+                dropped = f"{exc}; this turn is dropped, /reset starts anew"
                 if as_json:
                     print(json.dumps({"error": dropped}), flush=True)
                 print_text(console, dropped)
                 continue
             console.print()
-            history += [turn, reply]
+            history.append(reply)
             if as_json:
                 usage = {"cached": reply.usage.cached_tokens, "generated": reply.usage.completion_tokens}
                 print(json.dumps({"text": reply.text, "ttft": reply.timing.ttft, **usage}), flush=True)

@@ -22,6 +22,7 @@ from ..kv_cache.entry import KVSlice
 from ..messages.handle import MessageHandle
 from ..outputs import Mode
 from ..request.request import Purpose, Request, RequestState
+from .blocked_turns import blocked_turn, list_names, name_of
 from .guard import copy_labels
 from .repair.options import Repair
 from .repair.planner import RepairState
@@ -31,7 +32,6 @@ from .variants import TextOrigin
 
 TRIAL_SHARES = (0.1, 0.2, 0.4)  # of repair, tried when the divergence is measured
 SMALL_KL = 0.005  # nats a token: less needs no remedy
-MAX_NAMES = 3  # messages that a recommendation lists
 
 
 class MessageTokens(NamedTuple):
@@ -95,8 +95,12 @@ def explain(message: MessageHandle, *, measure: bool = False, names: Mapping[int
     if measure:
         divergence, trials = _measure(message)
     kl = fmean(divergence) if divergence else None
-    recommendations = tuple(_recommend(request.id, parents, kl, trials, names or {}))
-    return Explanation(request.id, request.mode, parents, divergence, trials, recommendations)
+    recommendations = list(_recommend(request.id, parents, kl, trials, names or {}))
+    is_faithful = kl is not None and kl < SMALL_KL
+    found = None if is_faithful or any(parent.repaired for parent in parents) else blocked_turn(message)
+    if found is not None:
+        recommendations.insert(0, found.advice(names))
+    return Explanation(request.id, request.mode, parents, divergence, trials, tuple(recommendations))
 
 
 # -- what was seen --------------------------------------------------------------------------------------
@@ -426,7 +430,7 @@ def _recommend(
 ) -> Iterator[str]:
     """Yield one sentence for each kind of finding."""
     if kl is not None and kl < SMALL_KL:
-        yield f"{_name(reader, names)} is within {SMALL_KL} nats a token of prefix mode: nothing to do"
+        yield f"{name_of(reader, names)} is within {SMALL_KL} nats a token of prefix mode: nothing to do"
         return
     remedy = "repair= computes a share of them again with it"
     if kl is not None and trials:
@@ -436,25 +440,14 @@ def _recommend(
         else:
             remedy = f"repair up to {trials[-1].share:g} leaves KL at {kl:.2g}, so use repair=1 or prefix mode"
     if blocked := [parent for parent in parents if parent.blocked]:
-        missed = _names((m.message for parent in blocked for m in parent.blocked), names)
+        missed = list_names((m.message for parent in blocked for m in parent.blocked), names)
         yield (
-            f"{_name(reader, names)} reads {_names((p.message for p in blocked), names)} that did not see {missed}: "
+            f"{name_of(reader, names)} reads {list_names((p.message for p in blocked), names)} that did not see {missed}: "
             f"{remedy}; or encode them with it as a parent"
         )
     if leaking := [parent for parent in parents if parent.leaked]:
-        seen = _names((m.message for parent in leaking for m in parent.leaked), names)
+        seen = list_names((m.message for parent in leaking for m in parent.leaked), names)
         yield (
-            f"{_name(reader, names)} reads {_names((p.message for p in leaking), names)} that saw {seen}, "
+            f"{name_of(reader, names)} reads {list_names((p.message for p in leaking), names)} that saw {seen}, "
             f"outside of its context: {'' if blocked else f'{remedy}; or '}add it as a parent"
         )
-
-
-def _name(message: int, names: Mapping[int, str]) -> str:
-    return names.get(message, f"message {message}")
-
-
-def _names(messages: Iterable[int], names: Mapping[int, str]) -> str:
-    """Return a list of names, shortened, without repetitions."""
-    unique = [_name(message, names) for message in dict.fromkeys(messages)]
-    rest = len(unique) - MAX_NAMES
-    return ", ".join(unique[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")

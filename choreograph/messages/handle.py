@@ -65,7 +65,7 @@ class MessageHandle:
         self._core = core
         self._tokenizer = tokenizer
         self.parents: tuple[MessageHandle | MessageSlice, ...] = ()
-        self.role: str | None = None  # of a chat turn
+        self.roles: tuple[str, ...] = ()  # of the chat turns that the call gave
         self.imported_from: MessageHandle | None = None  # the original of an imported message
         # the same text, encoded under other rules, and messages that those need; released with this one
         self.variants: dict[Hashable, MessageHandle] = {}
@@ -84,6 +84,11 @@ class MessageHandle:
     def kind(self) -> str:
         """ "prefill" or "decode"."""
         return "decode" if self._request.is_decode else "prefill"
+
+    @property
+    def role(self) -> str | None:
+        """Role of the last chat turn; None for text and token ids."""
+        return self.roles[-1] if self.roles else None
 
     @property
     def model(self) -> str:

@@ -7,6 +7,7 @@
 """
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .. import errors
 from ..api.call import OPTION_NAMES, SAMPLING_FIELDS, Call, CallKind, SessionAPI
-from ..api.chat import Turn
+from ..api.chat import turns_of
 from ..errors import ChoreographError, ConfigError, InvalidRequestError, MessageReleasedError, SessionClosedError
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, TokenLogprob, Usage
 from ..sampling_params import SamplingParams
@@ -22,6 +23,8 @@ from ..utils import require
 
 if TYPE_CHECKING:
     from .vllm_session import VllmEngine
+
+_log = logging.getLogger("choreograph")
 
 REMOTE_OPTIONS = ("agent", "schema")  # of calls, besides those of sessions in process
 
@@ -273,9 +276,11 @@ class RemoteSession(SessionAPI[RemoteMessage, RemoteMessage | RemoteSlice]):
     def _submit_calls(self, calls: list[Call]) -> list[RemoteMessage]:
         parents = [tuple(call.parents) for call in calls]
         bodies = [_call_body(call, its_parents) for call, its_parents in zip(calls, parents, strict=True)]
-        replies = self._request("POST", "/calls", {"calls": bodies})["messages"] if calls else []
+        reply = self._request("POST", "/calls", {"calls": bodies}) if calls else {"messages": [], "warnings": []}
+        for text in reply["warnings"]:
+            _log.warning(text)
         kinds = [call.kind for call in calls]
-        return [RemoteMessage(self, *each) for each in zip(kinds, parents, replies, strict=True)]
+        return [RemoteMessage(self, *each) for each in zip(kinds, parents, reply["messages"], strict=True)]
 
     @property
     def usage(self) -> Usage:
@@ -330,8 +335,8 @@ def _json_body(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_body(prompt: Any) -> Any:
-    if isinstance(prompt, Turn):
-        return asdict(prompt)
+    if turns := turns_of(prompt):
+        return [asdict(turn) for turn in turns]
     return prompt if isinstance(prompt, str) else [int(token) for token in prompt]
 
 

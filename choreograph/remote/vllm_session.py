@@ -22,6 +22,7 @@ from ..config import as_int
 from ..context.feature import ContextFeature, FeatureSet, RequestDraft
 from ..errors import ChoreographError, ConfigError
 from ..features.agent_tags import AgentTags
+from ..features.blocked_turns import BlockedTurns
 from ..features.guard import Guard, LabelFlow
 from ..features.other_models import OtherModels, kv_reuse_of
 from ..features.repair.planner import ContextRepair, repair_of
@@ -77,7 +78,8 @@ class VllmEngine:
             tokenizer=self.tokenizer, model_info=self.model_info, eos_token_ids=self._vocabulary.eos_token_ids
         )
         guard = Guard()
-        features = FeatureSet((AgentTags(), guard, OtherModels(), ContextRepair(), VllmLimits(), LabelFlow(guard)))
+        first = AgentTags(), BlockedTurns(), guard
+        features = FeatureSet((*first, OtherModels(), ContextRepair(), VllmLimits(), LabelFlow(guard)))
         self.core = VllmCore(self._client, hf_model, ServedModels(self.models), base["id"], features)
 
     def session(

@@ -10,6 +10,7 @@ from helpers.chat_templates import TEMPLATES
 
 from choreograph import Engine, SamplingParams, Turn
 from choreograph.api.chat import ChatTemplate
+from choreograph.api.validation import join_turns
 from choreograph.errors import ConfigError
 from choreograph.lab.workflows import multi_qa, prisoners_dilemma
 from choreograph.lab.workflows.run import WorkflowRun
@@ -79,12 +80,7 @@ def expected(name, tokenizer, turns) -> str | None:
 
 
 def encoded(chat, turns) -> list[int]:
-    previous = [None, *(turn.role for turn in turns)]
-    return [
-        token
-        for role, turn in zip(previous, turns, strict=False)
-        for token in chat.encode(turn, opening=role is None, after_system=role == "system")
-    ]
+    return join_turns(chat.encode_turns(turns, opening=True))
 
 
 def sequences(name):
@@ -112,7 +108,8 @@ def test_every_sequence_of_roles_is_what_the_template_renders(tokenizer, name):
         num_accepted += 1
         ids = encoded(chat, turns)
         if name not in WITHOUT_PROMPT:
-            ids += chat.open_turn(Turn("assistant", ""), opening=False, after_system=sequence[-1] == "system")[0]
+            header = [*turns, Turn("assistant", "")]
+            ids = join_turns(chat.encode_turns(header, opening=True, opens_last=True))
         assert tokenizer.decode(ids) == whole
     assert num_accepted == ACCEPTED[name]
 

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 from helpers import tiny_models
+from helpers.char_tokenizer import tokenizer
 from helpers.fake_vllm import serving_vllm
 from helpers.hypothesis_profile import many
 from helpers.message_graphs import VOCABULARY, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from choreograph import Repair, SamplingParams, connect
+from choreograph import Engine, Repair, SamplingParams, connect
 from choreograph.errors import (
     ConfigError,
     DuplicateParentError,
@@ -330,3 +331,27 @@ def test_a_failed_parent_fails_its_readers():
         with pytest.raises(RequestFailedError, match="max-model-len"):
             reader.result()
         assert len(failed.parents) == 3 and isinstance(failed.error, RequestTooLargeError)
+
+
+def test_questions_are_asked_in_the_header(caplog):
+    model = tiny_models.build(vocabulary=len(tokenizer()), positions=1024)
+    served, local = (Engine.from_pretrained(model, tokenizer=tokenizer()) for _ in range(2))
+
+    def run(session):
+        inn, mill = (session.prefill(session.user(text)) for text in ("the inn", "the mill"))
+        said = session.decode(
+            [session.user("where?"), session.assistant("at")], [inn, mill], max_tokens=4, temperature=0
+        )
+        reader = session.decode([session.user("sure?"), session.assistant()], [mill, said], max_tokens=4, temperature=0)
+        blocked = session.decode(session.assistant(), [mill, inn], max_tokens=1, temperature=0)
+        return [said, reader, blocked]
+
+    with (
+        serving_vllm(served, max_model_len=1024) as (url, _),
+        connect(url, engine="vllm", tokenizer=tokenizer()) as engine,
+        engine.session() as session,
+        local.session() as same,
+    ):
+        for message, expected in zip(run(session), run(same), strict=True):
+            assert_same(message, expected)
+    assert ["a user turn that saw nothing of" in record.getMessage() for record in caplog.records] == [True, True]

@@ -54,7 +54,10 @@ def program(session):
     part = session.decode([7, 8, 9], [first[2:6], question], [30, None], temperature=0, max_tokens=4, logprobs=2)
     moved = session.prefill([5, 6, 7], [second, part], new_offset=200)
     forced = session.decode("Say", [moved], forced_tokens=[11, 12, 13], footer="")
-    return [rules, question, first, second, part, moved, forced]
+    asked = session.decode(
+        [session.user("Why?"), session.assistant("As")], [question, first], temperature=0, max_tokens=3
+    )
+    return [rules, question, first, second, part, moved, forced, asked]
 
 
 @pytest.mark.parametrize("mode", ["choreographed", "prefix"])
@@ -137,6 +140,44 @@ def test_errors_are_those_of_the_library(live):
             session.prefill([1])
     with pytest.raises(RequestFailedError):
         connect("http://127.0.0.1:9").session()
+
+
+def test_a_question_that_saw_nothing_is_warned_of_where_the_client_runs(live, caplog):
+    with connect(live.url) as remote:
+        with remote.session() as session:
+            parents = [session.prefill(session.user(text)) for text in ("The inn is old.", "When was it built?")]
+            answer, _ = [session.decode(session.assistant(), parents, max_tokens=1) for _ in range(2)]
+            (text,) = [record.getMessage() for record in caplog.records if record.name == "choreograph"]
+            named = f"message {answer.id} answers message {parents[1].id}, a user turn that saw nothing of message {parents[0].id} "
+            assert text.startswith(named) and answer.role == "assistant"
+        with remote.session(warn_blocked=False) as session:
+            parents = [session.prefill(session.user(text)) for text in ("The inn is old.", "When was it built?")]
+            session.decode(session.assistant(), parents, max_tokens=1)
+        with remote.session() as session:
+            parents = [session.prefill(session.user(text)) for text in ("The inn is old.", "When was it built?")]
+            session.decode(session.assistant(), parents, max_tokens=1, warn_blocked=False)
+    assert len([record for record in caplog.records if record.name == "choreograph"]) == 1
+
+
+def test_a_body_has_text_tokens_a_turn_or_turns(live):
+    turn, last = {"role": "user", "text": "Why?"}, {"role": "assistant", "text": ""}
+    with httpx.Client(base_url=f"{live.url}/v1/choreograph", timeout=60) as client:
+        session = client.post("/sessions", json={}).json()["id"]
+
+        def post(tokens, **fields):
+            call = {"kind": "decode", "tokens": tokens, "sampling": {"max_tokens": 1}} | fields
+            return client.post(f"/sessions/{session}/calls", json={"calls": [call]})
+
+        for tokens in ("Why?", [5, 6], turn, [turn], [turn, last]):
+            reply = post(tokens)
+            assert reply.status_code == 200 and reply.json()["warnings"] == [], reply.text
+        for tokens in ([turn, "Why?"], [turn, 5], [5, turn], [{"role": "user"}], [turn] * 33, [[turn]]):
+            assert post(tokens).status_code == 400
+        document = post(turn, kind="prefill", sampling=None).json()["messages"][0]["id"]
+        question = post([turn], kind="prefill", sampling=None).json()["messages"][0]["id"]
+        (text,) = post(last, parents=[{"id": document}, {"id": question}]).json()["warnings"]
+        assert f"message {question}, a user turn that saw nothing of message {document} before it" in text
+        client.delete(f"/sessions/{session}")
 
 
 def test_a_closed_session_leaves_nothing_in_use(live):

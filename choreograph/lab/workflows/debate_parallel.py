@@ -44,7 +44,7 @@ def run(
         others = [[*answers[:i], *answers[i + 1 :]] for i in range(agents)]
         contexts = [[question, update, *o] if is_paper else [question, *o, update] for o in others]
         answers = [
-            wf.decode(f"round {number}", header, context, stop=STOP_STRINGS)
+            wf.decode(f"round {number}", header, context, stop=STOP_STRINGS, warn_blocked=False)  # `update` is shared
             for header, context in zip(headers, contexts, strict=True)
         ]
     finals = [wf.read_answer(f"round {rounds}", answer) for answer in answers]

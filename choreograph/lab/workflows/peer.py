@@ -40,7 +40,8 @@ def run(wf: WorkflowRun, task: str, *, rounds: int = 2, prompt: str = "plain") -
             role = wf.prefill("role", wf.user(ROLES[name]), [introduction])
             agent.mark_fixed(role)
             parents = [introduction, role, question, *seen]
-            return wf.decode(name, wf.assistant(label), parents, stop=STOP_STRINGS).result()
+            # roles and question are each the same for all turns, and do not see each other
+            return wf.decode(name, wf.assistant(label), parents, stop=STOP_STRINGS, warn_blocked=False).result()
 
     plan = turn("planner", "Plan:\n")
     review: list[Message] = []

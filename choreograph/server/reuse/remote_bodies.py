@@ -17,7 +17,7 @@ from ...features.repair.options import Repair
 from ...outputs import BASE_MODEL, Mode
 from ..request_body import MAX_NAME_CHARS, Items, LabelNames
 
-MAX_CALLS, MAX_MESSAGES = 256, 4096  # of one request, of one session
+MAX_CALLS, MAX_MESSAGES, MAX_TURNS = 256, 4096, 32  # of one request, of one session, of one prompt
 
 _NAMES = {"Budget": Budget, "OnLeak": OnLeak, "Repair": Repair}  # in annotations of `api/call.py`
 
@@ -92,7 +92,7 @@ class ParentBody(_StrictBody):
     stop: int | None = None
 
 
-Prompt = str | Items[int] | TurnBody
+Prompt = str | Items[int] | TurnBody | Annotated[Items[TurnBody], Field(max_length=MAX_TURNS)]
 
 # a call with a schema has no other
 SCHEMA_FIELDS = {"kind", "tokens", "prompt_schema", "agent", "sampling", "forced_tokens"}

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -24,7 +24,7 @@ from ...namespace import UNSALTED, Client
 from ...outputs import BASE_MODEL, TokenLogprob
 from ...request.request import RequestState
 from ...sampling_params import SamplingParams
-from ..api_errors import ApiError, overloaded, to_api_error
+from ..api_errors import ApiError, hide_ids, overloaded, to_api_error
 from ..dashboard.request_log import SESSION
 from ..engine_thread import Generation
 from ..openai.answer_loop import SCORE_BYTES
@@ -41,6 +41,7 @@ from .remote_bodies import (
     DeclassifyBody,
     Prompt,
     SessionBody,
+    TurnBody,
 )
 from .schema_store import SchemaPrompt
 
@@ -54,8 +55,8 @@ class EncodedCall(NamedTuple):
     The prompt of a schema is resolved.
     """
 
-    prompt: list[int] | EncodedTurn | SchemaPrompt
-    footer: list[int] | EncodedTurn | None = None
+    prompt: list[int] | list[EncodedTurn] | SchemaPrompt
+    footer: list[int] | list[EncodedTurn] | None = None
 
 
 @dataclass
@@ -65,6 +66,7 @@ class OpenSession:
     session: Session
     tracker: AgentTracker | None  # of the agents
     messages: dict[str, Message] = field(default_factory=dict)  # unreleased ones by id
+    warnings: list[str] = field(default_factory=list)  # of the session, not sent yet
     used: float = field(default_factory=time.monotonic)  # seconds, of the last call
 
 
@@ -98,7 +100,8 @@ class RemoteSessions:
         )
         tracker = self._service.planner.store.track(tenant, body.workflow or "", session)
         session_id = uuid.uuid4().hex
-        self._sessions[tenant, session_id] = OpenSession(session, tracker)
+        opened = self._sessions[tenant, session_id] = OpenSession(session, tracker)
+        session.on_warning = opened.warnings.append
         return session_id
 
     def close(self, tenant: str, session_id: str) -> None:
@@ -144,30 +147,32 @@ class RemoteSessions:
 
     def _encode(
         self, prompt: Prompt, kind: str, *, is_first: bool = False, parents: Sequence[Message] = ()
-    ) -> list[int] | EncodedTurn:
-        """Tokenize a text or turn as the session would.
+    ) -> list[int] | list[EncodedTurn]:
+        """Tokenize a text or turns as the session would.
 
         Args:
             is_first: it has no parents.
         """
         service, template = self._service, require_chat_template(self._service.engine.chat)
-        if isinstance(prompt, list):
-            return prompt
         if isinstance(prompt, str):
             limit, opening = service.max_model_len, is_first and bool(prompt)
             return service.renderer.tokenize(prompt, opening=opening, max_tokens=limit, param="tokens")
-        service.renderer.check_length(prompt.text, service.max_model_len, "tokens")
-        turn = Turn(**prompt.model_dump())
-        options = {"opening": is_first and turn.opening, "after_system": follows_system_turn(tuple(parents))}
-        if kind == "prefill":
-            return EncodedTurn(turn.role, turn.text, turn.opening, tuple(template.encode(turn, **options)))
-        header, footer = template.open_turn(turn, **options)
-        return EncodedTurn(turn.role, turn.text, turn.opening, tuple(header), tuple(footer))
+        items = prompt if isinstance(prompt, list) else [prompt]
+        if not items or isinstance(items[0], int):
+            return cast("list[int]", items)
+        turns = [Turn(**turn.model_dump()) for turn in cast("list[TurnBody]", items)]
+        service.renderer.check_length("".join(turn.text for turn in turns), service.max_model_len, "tokens")
+        return template.encode_turns(
+            turns,
+            opening=is_first,
+            after_system=follows_system_turn(tuple(parents)),
+            opens_last=kind == "decode",
+        )
 
-    def submit(
-        self, tenant: str, session_id: str, body: CallsBody, encoded: Sequence[EncodedCall]
-    ) -> list[dict[str, Any]]:
+    def submit(self, tenant: str, session_id: str, body: CallsBody, encoded: Sequence[EncodedCall]) -> dict[str, Any]:
         """Submit calls of one kind; a refused one submits none.
+
+        Returns the messages, and warnings of the session.
 
         Args:
             encoded: texts of the calls, from `encode`.
@@ -199,10 +204,13 @@ class RemoteSessions:
             if self._service.log is not None and message._request.state is not RequestState.DONE:
                 workflow = f"session {session_id}, {session.mode}"
                 self._service.log.start(tenant, workflow, kind, SESSION, [message])
-        return [
+        names = self.message_names(tenant, session_id) if opened.warnings else {}
+        warnings, opened.warnings[:] = [hide_ids(text, names) for text in opened.warnings], []
+        replies = [
             {"id": message_id, "model": message.model, "role": message.role, "labels": sorted(message.labels)}
             for message_id, message in zip(ids, submitted, strict=True)
         ]
+        return {"messages": replies, "warnings": warnings}
 
     def _generate(self, tenant: str, session: Session, body: CallsBody, prompt: Any) -> Message:
         """Submit a prompt whose modules come from a schema's cache."""
@@ -367,7 +375,10 @@ def add_remote_routes(app: FastAPI, service: InferenceService, tenant_of: Any, e
         await run(lambda: sessions.get(tenant, session_id), tenant, session_id)
         encode = service.work(tenant, request, lambda: sessions.encode(tenant, session_id, body))
         encoded = await named_errors(encode, tenant, session_id)
-        return {"messages": await run(lambda: sessions.submit(tenant, session_id, body, encoded), tenant, session_id)}
+        reply: dict[str, Any] = await run(
+            lambda: sessions.submit(tenant, session_id, body, encoded), tenant, session_id
+        )
+        return reply
 
     @router.get("/{session_id}/messages/{message_id}")
     async def read_message(session_id: str, message_id: str, tenant: str = tenant_dependency) -> Response:
