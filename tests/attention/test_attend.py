@@ -123,9 +123,11 @@ def test_the_kernel_is_the_same_for_every_instruction_set(dtype, width, flags, t
     )
     (q, k, v), (keys, values) = tensors(plan, 4, 2, width, dtype)
     rotary = Rope(tuple(1e4 ** -(np.arange(0, width, 2) / width)), True)
-    for asked in ((None, None, False, False), (90, 30.0, True, True)):
+    growing = keys * (torch.arange(SLOTS) % 200 / 60)[:, None, None].to(dtype)  # so that maxima grow, slowly or not
+    plain, special_ones = (None, None, False, False), (90, 30.0, True, True)
+    for asked, stored in ((plain, keys), (special_ones, keys), (plain, growing), (plain, -growing)):
         kind, sinks = special(4, rotary, asked)
-        call = AttentionCall(plan, q, k, v, keys, values, width**-0.5, kind, sinks)
+        call = AttentionCall(plan, q, k, v, stored, values, width**-0.5, kind, sinks)
         tolerance = 2e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(work(call).float(), reference_of(call), atol=tolerance, rtol=tolerance)
 
