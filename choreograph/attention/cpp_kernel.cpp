@@ -146,9 +146,10 @@ struct Kernel {
     std::vector<Packed> laid, weights;
     std::vector<float> scores, sums, top, norm;
     std::vector<int> from, to;  // of each query of a head, in slots of a range
+    std::vector<int> turned_by, laid_by;  // shift of each row in `turned`, 0 for none, and in `laid`, -1 for none
     std::vector<float> distance;  // the range's position minus the query's
     std::vector<Span> spans;    // of each block of W queries
-    bool is_wide = false, is_plain = false;  // whether sums are used, and whether `laid` has no query turned
+    bool is_wide = false;  // whether sums are used
 
     Work(int queries, int heads) : query((int64_t)queries * heads * D), turned(query.size()) {
       scores.resize(std::max(W, FEW) * TILE);
@@ -168,7 +169,7 @@ struct Kernel {
       distance.resize(padded);
       spans.resize((padded + W - 1) / W);
       is_wide = true;
-      is_plain = false;
+      std::fill(laid_by.begin(), laid_by.end(), -1);
     }
   };
 
@@ -250,6 +251,8 @@ struct Kernel {
     std::fill(top, top + all, -INFINITY);
     std::fill(norm, norm + all, 0.0f);
     w.is_wide = false;
+    w.turned_by.assign(b1 - b0, 0);
+    w.laid_by.resize(b1 - b0);
     split(s, seg, segs, rd, readers, b0, b1, size, stripe, stripes, w.tiles);
     static const std::vector<Tile> none;
     const auto& prefetched = packed.at || sizeof(S) == sizeof(float) ? none : w.tiles;  // it does not pay in float32
@@ -259,7 +262,7 @@ struct Kernel {
       bool wide = active > FEW;
       if (wide && !w.is_wide) w.make_room(nq, heads);
       if (prepared != segment) {
-        for (int h = 0; h < heads; h++) rotate(s, rot, rd, first, end, b0, b1, h * nq, w);
+        rotate(s, rot, rd, first, end, b0, b1, heads, w);
         if (wide) lay(s, rot, rd, first, end, b0, b1, heads, w);
         prepared = segment;
       }
@@ -282,18 +285,22 @@ struct Kernel {
     if (w.is_wide) fold(nq, heads, w, acc, top, norm);
   }
 
-  // Rotates the queries of the readers of a range; `at`: first query of the KV head.
-  static void rotate(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, int at,
-                     Work& w) {
+  // Rotates the queries of the readers of a range, unless they are as for the range before.
+  static void rotate(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1,
+                     int heads, Work& w) {
     for (int e = first; e < end; e++) {
       if (!rd[e].shift || !rot.half) continue;  // read as they came
-      int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
-      int64_t row = (int64_t)rd[e].shift * rot.half;
-      for (int64_t m = at + (r0 - b0) * s.share; m < at + (r1 - b0) * s.share; m++) {
-        float x[D], y[D];
-        for (int d = 0; d < D; d++) x[d] = to_float(w.query[m * D + d]);
-        turn(x, y, rot.cos + row, rot.sin + row, rot);
-        for (int d = 0; d < D; d++) from_float(y[d], w.turned[m * D + d]);
+      const float *cos = rot.cos + (int64_t)rd[e].shift * rot.half, *sin = rot.sin + (int64_t)rd[e].shift * rot.half;
+      for (int row = std::max(rd[e].row0, b0) - b0; row < std::min(rd[e].row1, b1) - b0; row++) {
+        if (w.turned_by[row] == rd[e].shift) continue;
+        w.turned_by[row] = rd[e].shift;
+        for (int i = 0; i < heads * s.share; i++) {
+          int64_t m = ((int64_t)i / s.share * (b1 - b0) + row) * s.share + i % s.share;
+          float x[D], y[D];
+          for (int d = 0; d < D; d++) x[d] = to_float(w.query[m * D + d]);
+          turn(x, y, cos, sin, rot);
+          for (int d = 0; d < D; d++) from_float(y[d], w.turned[m * D + d]);
+        }
       }
     }
   }
@@ -305,14 +312,14 @@ struct Kernel {
   static void lay(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, int heads,
                   Work& w) {
     int nq = (b1 - b0) * s.share, padded = w.from.size();
-    bool plain = true;
+    bool is_laid = true;
     std::fill(w.from.begin(), w.from.end(), 0);
     std::fill(w.to.begin(), w.to.end(), 0);
     std::vector<const E*> source(nq, w.query.data());
     for (int e = first; e < end; e++)
       for (int row = std::max(rd[e].row0, b0); row < std::min(rd[e].row1, b1); row++) {
         Range x = range(s, rd[e], row);
-        plain &= queries(rot, rd[e], w) == w.query.data();
+        is_laid &= w.laid_by[row - b0] == rd[e].shift;
         for (int m = (row - b0) * s.share; m < (row - b0 + 1) * s.share; m++) {
           w.from[m] = x.from;
           w.to[m] = x.to;
@@ -329,8 +336,10 @@ struct Kernel {
         x.all_to = std::min(x.all_to, w.to[i]);
       }
     }
-    if (plain && w.is_plain) return;
-    w.is_plain = plain;
+    if (is_laid) return;
+    std::fill(w.laid_by.begin(), w.laid_by.end(), 0);
+    for (int e = first; e < end; e++)
+      for (int row = std::max(rd[e].row0, b0); row < std::min(rd[e].row1, b1); row++) w.laid_by[row - b0] = rd[e].shift;
     for (int h = 0; h < heads; h++)
       for (int m = 0; m < padded; m += LANES) {
         int block = m / W * W, width = std::min(W, padded - block);
