@@ -69,7 +69,11 @@ def in_order(context: Sequence[KVSlice]) -> Sequence[KVSlice]:
     parts = []
     for kv_slice in context:
         entry, start = kv_slice.entry, kv_slice.token_start
-        spans = [(start, start + kv_slice.num_tokens)] if entry.runs is None else entry.runs.split(start, start + kv_slice.num_tokens)
+        spans = (
+            [(start, start + kv_slice.num_tokens)]
+            if entry.runs is None
+            else entry.runs.split(start, start + kv_slice.num_tokens)
+        )
         shift = kv_slice.shift
         parts += [KVSlice(entry, a, b - a, entry.position(a) + shift, kv_slice.layers) for a, b in spans]
     return sorted(parts, key=attrgetter("position"))
@@ -232,7 +236,9 @@ class KVEntry:
         self.pages, self.slot_ranges, first = pages, [], 0
         for page, count in consecutive_runs(pages):
             slot, end = page * self.page_size - first, first + count * self.page_size
-            spans = self.runs.split(first, end) if self.runs is not None and self.runs.are_read_apart else ((first, end),)
+            spans = (
+                self.runs.split(first, end) if self.runs is not None and self.runs.are_read_apart else ((first, end),)
+            )
             self.slot_ranges += [SlotRange(start, slot + start, stop - start) for start, stop in spans]
             first = end
 

@@ -205,7 +205,11 @@ class ContextRepair(ContextFeature):
             prefills[-1].extend(TextOrigin(parent, start + selected[0][0], prefills[-1].runs))
             if start + kept < end:
                 context.append(parent, _hash_of(parent), start + kept, end)
-        request.parents, request.parent_slices, request.offsets = tuple(context.requests), context.slices, context.offsets
+        request.parents, request.parent_slices, request.offsets = (
+            tuple(context.requests),
+            context.slices,
+            context.offsets,
+        )
         request.new_offset = context.num_tokens
         request.parent_positions = request.parent_positions or tuple(view.position for view in parents)
         del request.extensions[RepairState]

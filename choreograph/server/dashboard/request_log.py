@@ -7,7 +7,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import count
 from typing import NamedTuple
 
 from ...api.message import Message
