@@ -140,6 +140,23 @@ def test_scattered_tokens_equal_one_prefill_for_each_range(family, backend, leng
     assert engine.stats().num_referenced_entries == 0
 
 
+def test_the_repair_of_a_parent_is_one_entry_that_its_reader_reads_whole():
+    engine = tiny_models.engine()
+    ranges = [[], [(0, 1), (3, 5)], [(2, 3), (4, 6), (7, 8)]]
+    scatter, more = Strategy(lambda view: ranges), Strategy(lambda view: [*ranges, [(0, 1)]])
+    with engine.session() as session:
+        parents = [session.prefill([i] * 8) for i in range(3)]
+        message = session.decode([40], parents, sampling=GREEDY, repair=Repair(0.5, scatter))
+        assert message.usage.repaired_tokens == 7
+        context = inspect(message).entry.context
+        assert [(s.entry.runs.positions, s.num_tokens) for s in context if s.entry.runs] == [
+            ((8, 11), 3),
+            ((18, 20, 23), 4),
+        ]
+        again = session.decode([41], [*parents, session.prefill([9])], sampling=GREEDY, repair=Repair(0.5, more))
+        assert again.usage.repaired_tokens == 1  # of the last parent: the others' are shared
+
+
 @cache
 def family_model(family):
     torch.manual_seed(1)
