@@ -7,10 +7,16 @@ Intervals are of a bootstrap over examples, paired. Results are saved after ever
 
 Ten minutes on two cores are enough for `--only math-tree_of_thoughts --limit 6 --max-tokens 32 --shares 0.2`, and for
 `--only qa-nq_oracle --limit 8 --max-tokens 32 --shares 0.2 --early`.
+
+`--cost` measures first tokens instead, paired: records with ten documents (`hotpotqa`), encoded before, of which the question
+reads five in another order. Each is compared with reuse, with prefix mode, and with the time of reuse, 1.25 times the
+prefill of as many tokens and one decode step.
 """
 
 import argparse
+import json
 import random
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -32,7 +38,7 @@ from choreograph.lab.workflows.run import Transcript, WorkflowRun, call_workflow
 from choreograph.outputs import Mode
 from choreograph.viz import Point
 
-from .common import FIGURES, last_result, merge_results, provenance, write
+from .common import FIGURES, interval, last_result, merge_results, provenance, seconds, write
 from .common import engine as make_engine
 from .plots import repair_curves
 from .quality import PLANS, examples_of
@@ -176,6 +182,63 @@ def draw(runs: Mapping[str, Any]) -> None:
     repair_curves(stages, FIGURES / "repair.svg")
 
 
+def answer_question(
+    engine: Engine, record: Mapping[str, Any], mode: Mode, repair: Repair | None, seed: int
+) -> tuple[float, float, Message]:
+    """Ask over five of ten encoded documents; return TTFT and the time of a decode step, in seconds."""
+    engine.clear_cache()
+    texts = [f"{document['title']}\n{document['text']}\n\n" for document in record["documents"]]
+    with engine.session(mode=mode, repair=repair, seed=0) as session:
+        system = session.prefill(session.system("Answer the question from the documents."))
+        documents = [session.prefill(text, [system]) for text in texts]
+        if mode == "choreographed":
+            for document in documents:
+                document.wait_encoded()
+        read = random.Random(seed).sample(documents, min(5, len(documents)))
+        answer = session.decode(
+            f"Question: {record['question']}\nAnswer:", [system, *read], temperature=0, max_tokens=9, ignore_eos=True
+        )
+        timing = answer.result().timing
+        assert timing.ttft is not None and timing.e2e is not None
+        return timing.ttft, (timing.e2e - timing.ttft) / 8, answer
+
+
+def measure_costs(engine: Engine, data: Path, limit: int, conditions: Mapping[str, Repair | None]) -> None:
+    """Print what the first token costs under each condition, of paired records."""
+    records = [json.loads(line) for line in (data / "hotpotqa.jsonl").read_text().splitlines()[: limit + 1]]
+    ttft: dict[str, list[float]] = defaultdict(list)
+    bounds: dict[str, list[float]] = defaultdict(list)
+    for number, record in enumerate(records):
+        times = {}
+        for condition in random.Random(number).sample(list(conditions), len(conditions)):
+            mode: Mode = "prefix" if condition == "prefix" else "choreographed"
+            times[condition] = answer_question(engine, record, mode, conditions[condition], number)
+        for condition, (first_token, _, answer) in times.items() if number else ():  # the first record warms up
+            ttft[condition].append(first_token)
+            if num_tokens := answer.usage.repaired_tokens:
+                engine.clear_cache()
+                with engine.session() as session:
+                    prompt = session.prefill([7 + i % 1000 for i in range(num_tokens)])
+                    prefill = seconds(prompt.wait_encoded)
+                bounds[condition].append(times["reuse"][0] + 1.25 * prefill + times["reuse"][1])
+    rows = []
+    for name, values in ttft.items():
+        pairs = ((values, ttft["reuse"]), (ttft["prefix"], values), (values, bounds[name]))
+        ratios = [[a / b for a, b in zip(above, below, strict=True)] if below else [] for above, below in pairs]
+        cells = [show_median([1e3 * value for value in values]), *map(show_median, ratios)]
+        rows.append([name, *cells])
+    header = ["condition", "first token, ms", "over reuse", "prefix over this", "over its bound"]
+    print_table(Console(width=120), f"retrieval, n = {len(ttft['reuse'])}", header, rows)
+
+
+def show_median(values: Sequence[float]) -> str:
+    """A median and its interval."""
+    if not values:
+        return "-"
+    low, high = interval(values)
+    return f"{statistics.median(values):.3g} ({low:.3g}, {high:.3g})"
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default=None, help="default: the bundled model")
@@ -186,6 +249,7 @@ def main() -> None:
     options.add_argument("--max-tokens", type=int, default=64, help="of a message")
     options.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
     options.add_argument("--strategies", nargs="*", default=list(REPAIR_STRATEGIES))
+    options.add_argument("--cost", action="store_true", help="measure first tokens of retrieval instead")
     options.add_argument("--early", action="store_true", help="compute prefills before the calls that read them")
     options.add_argument("--dtype", default="bfloat16")
     given = options.parse_args()
@@ -195,6 +259,9 @@ def main() -> None:
         engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), Path(given.model).stem
     conditions: dict[str, Repair | None] = {"prefix": None, "reuse": None}
     conditions |= {f"{kind} {share:g}": Repair(share, kind) for share in given.shares for kind in given.strategies}
+    if given.cost:
+        measure_costs(engine, given.data, given.limit, conditions)
+        return
     for plan_name in given.only:
         plan = PLANS[plan_name]
         workflow = find(plan.workflow)

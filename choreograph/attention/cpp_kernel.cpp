@@ -142,14 +142,15 @@ struct Kernel {
   // In lanes, of each head: sums^T in blocks (D, W) of queries, their maxima and norms, and queries^T (INNER, W).
   struct Work {
     std::vector<Tile> tiles;
-    Lines<T> decoded_keys = Lines<T>(IS_CODED ? TILE * D : 0), decoded_values = decoded_keys;
+    Lines<T> decoded_keys = Lines<T>(TILE * D), decoded_values = decoded_keys;
     Lines<E> query, turned, keys, values, few_weights;
     Lines<Packed> laid, weights;
     Lines<float> scores, sums, top, norm;
     std::vector<int> from, to;  // of each query of a head, in slots of a range
+    std::vector<int> turned_by, laid_by;  // shift of each row in `turned`, 0 for none, and in `laid`, -1 for none
     std::vector<float> distance;  // the range's position minus the query's
     std::vector<Span> spans;    // of each block of W queries
-    bool is_wide = false, is_plain = false;  // whether sums are used, and whether `laid` has no query turned
+    bool is_wide = false;  // whether sums are used
 
     Work(int queries, int heads) : query((int64_t)queries * heads * D), turned(query.size()) {
       scores.resize(std::max(W, FEW) * TILE);
@@ -169,7 +170,7 @@ struct Kernel {
       distance.resize(padded);
       spans.resize((padded + W - 1) / W);
       is_wide = true;
-      is_plain = false;
+      std::fill(laid_by.begin(), laid_by.end(), -1);
     }
   };
 
@@ -180,6 +181,45 @@ struct Kernel {
     int64_t units;
     const E* of(int segment, int t, int g) const {
       return at && first[segment] >= 0 ? at + (g * units + first[segment] + t / UNIT) * UNIT * D : nullptr;
+    }
+  };
+
+  // Short ranges that are read alike, joined: a row reads as many of them as are before it, so it reads a prefix.
+  struct Chains {
+    std::vector<Segment> segments;  // of a chain: from 0 to its length
+    std::vector<Reader> readers;
+    std::vector<int32_t> slots;
+    std::vector<int64_t> at;  // of each segment: its first slot in `slots`, or -1 if it is no chain
+    bool joins = false;
+    Chains(const Segment* seg, int segs, const Reader* rd, int count) {
+      auto end = [&](int i) { return i + 1 < segs ? seg[i + 1].first : count; };
+      auto is_whole = [&](int i) {
+        const Reader& r = rd[seg[i].first];
+        return end(i) == seg[i].first + 1 && !r.step && r.limit == seg[i].hi - seg[i].lo;
+      };
+      for (int i = 0, next; i < segs; i = next) {
+        const Reader& r = rd[seg[i].first];
+        for (next = i + 1; next < segs && is_whole(i) && is_whole(next); next++) {
+          const Reader &a = rd[seg[next - 1].first], &b = rd[seg[next].first];
+          if (a.shift != b.shift || a.row1 != b.row1 || a.row0 > b.row0) break;
+        }
+        int first = readers.size(), length = 0;
+        if (next == i + 1) {
+          readers.insert(readers.end(), rd + seg[i].first, rd + end(i));
+          segments.push_back({seg[i].lo, seg[i].hi, first});
+          at.push_back(-1);
+          continue;
+        }
+        joins = true;
+        at.push_back(slots.size());
+        for (int k = i; k < next; k++) {
+          for (int slot = seg[k].lo; slot < seg[k].hi; slot++) slots.push_back(slot);
+          length += seg[k].hi - seg[k].lo;
+          int from = rd[seg[k].first].row0, to = k + 1 < next ? rd[seg[k + 1].first].row0 : r.row1;
+          if (from < to) readers.push_back({from, to, r.shift, length, 0, r.position});
+        }
+        segments.push_back({0, length, first});
+      }
     }
   };
 
@@ -239,8 +279,8 @@ struct Kernel {
   // the ranges that have an offset, or null.
   static void item(const Shape& s, const Rotation& rot, const Q* q, int64_t q_row, int64_t q_head, const S* K,
                    const S* Vs, const Segment* seg, int segs, const Reader* rd, int readers, int g0, int g1, int b0,
-                   int b1, int size, int stripe, int stripes, const Values& packed, Work& w, float* acc, float* top,
-                   float* norm) {
+                   int b1, int size, int stripe, int stripes, const Values& packed, const Chains* chains, Work& w,
+                   float* acc, float* top, float* norm) {
     int nq = (b1 - b0) * s.share, heads = g1 - g0, all = heads * nq, prepared = -1;
     for (int m = 0; m < all; m++) {
       const Q* x = q + (b0 + m % nq / s.share) * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
@@ -251,50 +291,59 @@ struct Kernel {
     std::fill(top, top + all, -INFINITY);
     std::fill(norm, norm + all, 0.0f);
     w.is_wide = false;
+    w.turned_by.assign(b1 - b0, 0);
+    w.laid_by.resize(b1 - b0);
     split(s, seg, segs, rd, readers, b0, b1, size, stripe, stripes, w.tiles);
     static const std::vector<Tile> none;
-    const auto& prefetched = packed.at || sizeof(S) == sizeof(float) ? none : w.tiles;  // it does not pay in float32
+    const auto& prefetched = packed.at || chains || sizeof(S) == sizeof(float) ? none : w.tiles;  // it does not pay in float32
     Next next(K + g0 * ROW, Vs + g0 * ROW, s.slot_stride, heads, seg, prefetched);
     for (auto [segment, t, n, active] : w.tiles) {
       int first = seg[segment].first, end = segment + 1 < segs ? seg[segment + 1].first : readers;
       bool wide = active > FEW;
       if (wide && !w.is_wide) w.make_room(nq, heads);
       if (prepared != segment) {
-        for (int h = 0; h < heads; h++) rotate(s, rot, rd, first, end, b0, b1, h * nq, w);
+        rotate(s, rot, rd, first, end, b0, b1, heads, w);
         if (wide) lay(s, rot, rd, first, end, b0, b1, heads, w);
         prepared = segment;
       }
       int64_t row = (int64_t)(seg[segment].lo + t) * s.slot_stride;
+      const int32_t* slots = chains && chains->at[segment] >= 0 ? &chains->slots[chains->at[segment] + t] : nullptr;
+      int64_t stride = IS_CODED || slots ? D : s.slot_stride;
+      if (slots) row = 0;
       for (int g = g0; g < g1; g++) {
         const E* ready = wide ? packed.of(segment, t, g) : nullptr;
-        const T* k = rows(K + row + g * ROW, s.slot_stride, n, w.decoded_keys);
-        const T* v = ready ? nullptr : rows(Vs + row + g * ROW, s.slot_stride, n, w.decoded_values);
+        const T* k = rows(K + row + g * ROW, slots, s.slot_stride, n, w.decoded_keys);
+        const T* v = ready ? nullptr : rows(Vs + row + g * ROW, slots, s.slot_stride, n, w.decoded_values);
         int64_t at = (int64_t)(g - g0) * nq;  // first query of the head
         next.begin(n);
         if (wide) {
-          tile(s, g, g - g0, nq, t, n, k, v, ready, next, w);
+          tile(s, g, g - g0, nq, t, n, k, v, stride, ready, next, w);
           continue;
         }
         for (int e = first; e < end; e++)
-          few(s, rd[e], queries(rot, rd[e], w) + at * D, g, b0, b1, t, n, k, v, next, w, acc + at * D, top + at,
-              norm + at);
+          few(s, rd[e], queries(rot, rd[e], w) + at * D, g, b0, b1, t, n, k, v, stride, next, w, acc + at * D,
+              top + at, norm + at);
       }
     }
     if (w.is_wide) fold(nq, heads, w, acc, top, norm);
   }
 
-  // Rotates the queries of the readers of a range; `at`: first query of the KV head.
-  static void rotate(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, int at,
-                     Work& w) {
+  // Rotates the queries of the readers of a range, unless they are as for the range before.
+  static void rotate(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1,
+                     int heads, Work& w) {
     for (int e = first; e < end; e++) {
       if (!rd[e].shift || !rot.half) continue;  // read as they came
-      int r0 = std::max(rd[e].row0, b0), r1 = std::min(rd[e].row1, b1);
-      int64_t row = (int64_t)rd[e].shift * rot.half;
-      for (int64_t m = at + (r0 - b0) * s.share; m < at + (r1 - b0) * s.share; m++) {
-        float x[D], y[D];
-        for (int d = 0; d < D; d++) x[d] = to_float(w.query[m * D + d]);
-        turn(x, y, rot.cos + row, rot.sin + row, rot);
-        for (int d = 0; d < D; d++) from_float(y[d], w.turned[m * D + d]);
+      const float *cos = rot.cos + (int64_t)rd[e].shift * rot.half, *sin = rot.sin + (int64_t)rd[e].shift * rot.half;
+      for (int row = std::max(rd[e].row0, b0) - b0; row < std::min(rd[e].row1, b1) - b0; row++) {
+        if (w.turned_by[row] == rd[e].shift) continue;
+        w.turned_by[row] = rd[e].shift;
+        for (int i = 0; i < heads * s.share; i++) {
+          int64_t m = ((int64_t)i / s.share * (b1 - b0) + row) * s.share + i % s.share;
+          float x[D], y[D];
+          for (int d = 0; d < D; d++) x[d] = to_float(w.query[m * D + d]);
+          turn(x, y, cos, sin, rot);
+          for (int d = 0; d < D; d++) from_float(y[d], w.turned[m * D + d]);
+        }
       }
     }
   }
@@ -306,14 +355,14 @@ struct Kernel {
   static void lay(const Shape& s, const Rotation& rot, const Reader* rd, int first, int end, int b0, int b1, int heads,
                   Work& w) {
     int nq = (b1 - b0) * s.share, padded = w.from.size();
-    bool plain = true;
+    bool is_laid = true;
     std::fill(w.from.begin(), w.from.end(), 0);
     std::fill(w.to.begin(), w.to.end(), 0);
     std::vector<const E*> source(nq, w.query.data());
     for (int e = first; e < end; e++)
       for (int row = std::max(rd[e].row0, b0); row < std::min(rd[e].row1, b1); row++) {
         Range x = range(s, rd[e], row);
-        plain &= queries(rot, rd[e], w) == w.query.data();
+        is_laid &= w.laid_by[row - b0] == rd[e].shift;
         for (int m = (row - b0) * s.share; m < (row - b0 + 1) * s.share; m++) {
           w.from[m] = x.from;
           w.to[m] = x.to;
@@ -330,8 +379,10 @@ struct Kernel {
         x.all_to = std::min(x.all_to, w.to[i]);
       }
     }
-    if (plain && w.is_plain) return;
-    w.is_plain = plain;
+    if (is_laid) return;
+    std::fill(w.laid_by.begin(), w.laid_by.end(), 0);
+    for (int e = first; e < end; e++)
+      for (int row = std::max(rd[e].row0, b0); row < std::min(rd[e].row1, b1); row++) w.laid_by[row - b0] = rd[e].shift;
     for (int h = 0; h < heads; h++)
       for (int m = 0; m < padded; m += LANES) {
         int block = m / W * W, width = std::min(W, padded - block);
@@ -348,15 +399,17 @@ struct Kernel {
       }
   }
 
-  // Rows of a tile as they are computed with, `stride` elements apart: where they are stored, or decoded.
-  static int64_t stride(const Shape& s) { return IS_CODED ? D : s.slot_stride; }
-  static const T* rows(const S* stored, int64_t stride, int n, Lines<T>& decoded) {
-    if constexpr (IS_CODED) {
-      for (int j = 0; j < n; j++) decode<D>(stored + j * stride, &decoded[j * D]);
-      return decoded.data();
-    } else {
-      return stored;
+  // Rows of a tile as they are computed with: where they are stored, or decoded or gathered from `slots`, D elements
+  // apart.
+  static const T* rows(const S* stored, const int32_t* slots, int64_t stride, int n, Lines<T>& copy) {
+    if constexpr (!IS_CODED)
+      if (!slots) return stored;
+    for (int j = 0; j < n; j++) {
+      const S* row = stored + (slots ? slots[j] : j) * stride;
+      if constexpr (IS_CODED) decode<D>(row, &copy[j * D]);
+      else memcpy(&copy[j * D], row, D * sizeof(T));
     }
+    return copy.data();
   }
 
   // Keys and values of a tile as operands of products: elements from row to row, and from step to step. Both are
@@ -383,11 +436,11 @@ struct Kernel {
   }
 
   // Queries in lanes of head h of an item attend to slots t <= j < t + n of a range.
-  static void tile(const Shape& s, int g, int h, int nq, int t, int n, const T* k, const T* v, const E* packed,
-                   Next& next, Work& w) {
+  static void tile(const Shape& s, int g, int h, int nq, int t, int n, const T* k, const T* v,
+                   int64_t stride, const E* packed, Next& next, Work& w) {
     int padded = w.from.size();
-    Operand keys = key_operand(k, stride(s), n, w);
-    Operand values = value_operand(v, stride(s), n, packed, next, w);
+    Operand keys = key_operand(k, stride, n, w);
+    Operand values = value_operand(v, stride, n, packed, next, w);
     for (int m = 0; m < padded; m += W) {
       int lo = std::max(w.spans[m / W].from - t, 0) / STEP * STEP, hi = std::min(w.spans[m / W].to - t, n);
       if (lo >= hi) continue;
@@ -515,13 +568,13 @@ struct Kernel {
 
   // A reader of a tile with few queries.
   static void few(const Shape& s, const Reader& r, const E* q, int g, int b0, int b1, int t, int n, const T* k,
-                  const T* v, Next& next, Work& w, float* acc, float* top, float* norm) {
+                  const T* v, int64_t stride, Next& next, Work& w, float* acc, float* top, float* norm) {
     int r0 = std::max(r.row0, b0), r1 = std::min(r.row1, b1);
     trim(s, r, t, n, r0, r1);
     int end = (r1 - b0) * s.share;
     for (int m = (r0 - b0) * s.share; m < end; m += FEW) {
       auto block = [&](auto count) {
-        few_queries<count.value>(s, r, q, g, b0, m, t, n, k, v, next, w, acc, top, norm);
+        few_queries<count.value>(s, r, q, g, b0, m, t, n, k, v, stride, next, w, acc, top, norm);
       };
       switch (std::min(FEW, end - m)) {
         case 6: block(std::integral_constant<int, 6>()); break;
@@ -535,10 +588,10 @@ struct Kernel {
   }
   template <int M>
   static void few_queries(const Shape& s, const Reader& r, const E* q, int g, int b0, int m, int t, int n, const T* k,
-                          const T* v, Next& next, Work& w, float* acc, float* top, float* norm) {
+                          const T* v, int64_t stride, Next& next, Work& w, float* acc, float* top, float* norm) {
     float *scores = w.scores.data(), *sums = acc + (int64_t)m * D;
     E* weights = DOTS<T> ? w.few_weights.data() : (E*)scores;
-    few_scores<M>(q + (int64_t)m * D, k, stride(s), n, scores, next);
+    few_scores<M>(q + (int64_t)m * D, k, stride, n, scores, next);
     for (int a = 0; a < M; a++) {
       int row = b0 + (m + a) / s.share;
       Range x = range(s, r, row);
@@ -556,7 +609,7 @@ struct Kernel {
       }
       few_softmax(own, from, to, n, factor, top[m + a], norm[m + a], sums + a * D, weights + a * TILE);
     }
-    few_mix<M>(weights, v, stride(s), n, sums, next);
+    few_mix<M>(weights, v, stride, n, sums, next);
   }
 
   static void run(const Shape& s, const Rotation& rot, const Q* q, int64_t q_row, int64_t q_head, const S* K,
@@ -564,6 +617,13 @@ struct Kernel {
     int block = std::max(1, 192 / s.share), blocks = (s.rows + block - 1) / block;
     bool decode = blocks == 1 || readers >= s.rows;  // few queries a tile: split by tiles only
     int heads = decode ? s.groups : 1, parts = s.groups / heads * blocks, size = TILE, stripes = 1;
+    std::optional<Chains> chains;
+    if (!decode && !s.window && !s.slopes) {
+      chains.emplace(seg, segs, rd, readers);
+      seg = chains->segments.data(), rd = chains->readers.data();
+      segs = chains->segments.size(), readers = chains->readers.size();
+    }
+    const Chains* joined = chains && chains->joins ? &*chains : nullptr;
     int64_t slots = 0, tiles = 0;
     for (int i = 0; i < segs; i++) slots += seg[i].hi - seg[i].lo, tiles += (seg[i].hi - seg[i].lo + TILE - 1) / TILE;
     if (decode) {
@@ -598,9 +658,10 @@ struct Kernel {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < count * s.groups; i++) {
           Tile x = units[i % count];
-          const S* stored = Vs + (int64_t)(seg[x.segment].lo + x.start) * s.slot_stride + i / count * ROW;
-          const T* v = rows(stored, s.slot_stride, x.n, w.decoded_values);
-          pack_values<D>(v, stride(s), x.n, &values[i * UNIT * D], none);
+          const int32_t* chain = joined && joined->at[x.segment] >= 0 ? &joined->slots[joined->at[x.segment]] : nullptr;
+          const S* stored = Vs + (chain ? 0 : (int64_t)(seg[x.segment].lo + x.start) * s.slot_stride) + i / count * ROW;
+          const T* v = rows(stored, chain ? chain + x.start : nullptr, s.slot_stride, x.n, w.decoded_values);
+          pack_values<D>(v, IS_CODED || chain ? D : s.slot_stride, x.n, &values[i * UNIT * D], none);
         }
       }
       enter_amx();
@@ -612,7 +673,7 @@ struct Kernel {
         float *sums = own.data(), *most = sums + all * D, *weight = most + all;
         if (stripes > 1) sums = &acc[at * D], most = &top[at], weight = &norm[at];
         item(s, rot, q, q_row, q_head, K, Vs, seg, segs, rd, readers, g, g + heads, b0, b1, size, stripe, stripes,
-             packed, w, sums, most, weight);
+             packed, joined, w, sums, most, weight);
         int m = (b1 - b0) * s.share;  // queries of a head
         for (int h = 0; h < heads && stripes == 1; h++)
           merge_rows(s, sums + (int64_t)h * m * D, most + h * m, weight + h * m, 1, all, g + h, b0, b1, out);

@@ -105,7 +105,7 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
         if not copy.layers:
             return Placement(list(request.prompt), request.position, (), cached_entry=source)
         namespace = replace(namespace, layers=copy.layers)
-    key = content_hash(namespace, request.prompt, request.position, kv_slices, source)
+    key = content_hash(namespace, request.prompt, request.position, kv_slices, source, request.runs)
     return Placement(list(request.prompt), request.position, kv_slices, key, cache_manager.lookup(key), source)
 
 

@@ -239,6 +239,7 @@ class Admission:
                 hidden=self._model_set.captured_layers(request.model, hidden_layers),
                 hidden_source=placement.hidden_source,
             ),
+            runs=request.runs,
         )
         try:
             for read_entry in entry.read_entries:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..attention.backend import HookedRows
 from ..attention.metadata import KVRead
-from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads, prefix_reads
+from ..kv_cache.entry import KVEntry, KVSlice, causal_reads, context_reads, prefix_reads, scattered_reads
 from ..request.decode_state import DecodeState
 from ..request.request import Request, RequestState
 
@@ -72,7 +72,7 @@ class Batch:
         self.tokens += entry.tokens[token_start:token_end]
         self.tokens += draft
         row_end = token_end + len(draft)
-        self.positions += range(entry.base_position + token_start, entry.base_position + row_end)
+        self.positions += entry.positions(token_start, row_end)
         pages, page_size = entry.pages, entry.page_size
         for token in range(token_start, row_end):
             self.slots.append(pages[token // page_size] * page_size + token % page_size)
@@ -118,7 +118,10 @@ class Batch:
         for request, q_start, token_start, token_end, num_drafts in self.chunks:
             row_end = token_end + num_drafts
             if row_end > token_start:
-                yield from context_reads(request.context, q_start, q_start + row_end - token_start, layer)
+                if request.entry.runs is None:
+                    yield from context_reads(request.context, q_start, q_start + row_end - token_start, layer)
+                else:
+                    yield from scattered_reads(request.entry, request.context, q_start, token_start, row_end, layer)
                 header = request.entry.shared_header
                 num_shared = 0 if header is None else header.num_tokens
                 yield from causal_reads(request.entry, q_start, token_start, row_end, num_shared)

@@ -8,7 +8,7 @@ ones as they were computed again. These rows write to the null page, so no entry
 Scores are in order of the prompt. A preempted request continues after the last one.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..attention.backend import to_device
 from ..errors import RequestFailedError
-from ..kv_cache.entry import KVSlice
+from ..kv_cache.entry import KVSlice, in_order
 from ..outputs import TokenLogprob
 from ..request.request import Request
 from .batch import Batch, ScoredRows
@@ -135,16 +135,16 @@ def record_scores(batch: Batch, logits: Float[Tensor, "R V"]) -> Float[Tensor, "
     return logits[:num_sampled]
 
 
-def _visible(context: Iterable[KVSlice]) -> Iterator[KVSlice]:
-    """Yield slices that together have every context token once."""
-    return (kv_slice for kv_slice in context if kv_slice.visible_in(0))
+def _visible(context: Sequence[KVSlice]) -> Iterator[KVSlice]:
+    """Yield slices that together have every context token once, in order."""
+    return (kv_slice for kv_slice in in_order(context) if kv_slice.visible_in(0))
 
 
-def _num_context(context: Iterable[KVSlice]) -> int:
+def _num_context(context: Sequence[KVSlice]) -> int:
     return sum(kv_slice.num_tokens for kv_slice in _visible(context))
 
 
-def _context_tokens(context: Iterable[KVSlice], start: int, end: int) -> Iterator[tuple[int, int]]:
+def _context_tokens(context: Sequence[KVSlice], start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield token id and position of the context tokens [start, end)."""
     index = 0  # of the slice's first token
     for kv_slice in _visible(context):

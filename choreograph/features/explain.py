@@ -117,11 +117,12 @@ class _TokenSets:
         """Add tokens [start, end) of a request, or those they repeat."""
         while True:
             if (origin := request.extension(TextOrigin)) is not None:
-                request, start, end = origin.request, start + origin.start, end + origin.start
-            elif request.reencoding is not None:
-                request = request.reencoding.source
-            else:
+                for first, last in origin.spans(start, end):
+                    self.add(origin.request, first, last)
+                return
+            if request.reencoding is None:
                 break
+            request = request.reencoding.source
         key = request if request.entry is None or request.is_decode else request.entry
         self.tokens.setdefault(key, set()).update(range(start, end))
         self.ids.setdefault(key, request.id)
@@ -142,9 +143,7 @@ def _context(request: Request) -> Iterator[tuple[Request, int, int]]:
     origin = request.extension(TextOrigin)
     if origin is not None and request.purpose is not Purpose.CONTEXT:  # imported: the original's KV
         request = origin.request
-    for parent, token_range in zip(request.parents, request.parent_slices, strict=True):
-        start, end = token_range or (0, len(parent.tokens))
-        yield parent, start, end
+    yield from (piece[:3] for piece in request.pieces())
 
 
 def _direct(request: Request) -> _TokenSets:
@@ -384,7 +383,7 @@ def _repaired_context(
     for piece, first, end in _context(original):  # of a repaired message: the ranges that it replaced
         origin = piece.extension(TextOrigin)
         if piece.purpose is Purpose.CONTEXT and origin is not None:
-            piece, first, end = origin.request, first + origin.start, end + origin.start
+            piece, ((first, end),) = origin.request, origin.spans(first, end)
         if parents and parents[-1][0] is piece and parents[-1][2] == first:
             parents[-1] = piece, parents[-1][1], end
         else:

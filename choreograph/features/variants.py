@@ -3,9 +3,10 @@
 A variant exists once for every key in `MessageHandle.variants`, and is released with its message.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..kv_cache.entry import TokenRuns
 from ..messages.handle import MessageHandle, MessageSlice, Parent, unwrap_slice
 from ..request.request import Request
 
@@ -16,6 +17,13 @@ class TextOrigin:
 
     request: Request
     start: int = 0
+    runs: TokenRuns | None = None  # of the request that repeats it, if that has runs
+
+    def spans(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the spans of the message's tokens that tokens [start, end) repeat."""
+        for first, last in ((start, end),) if self.runs is None else self.runs.split(start, end):
+            token = self.start + (first if self.runs is None else self.runs.position(first) - self.runs.positions[0])
+            yield token, token + last - first
 
 
 def parents_of(message: MessageHandle) -> tuple[Parent, ...]:

@@ -1,7 +1,9 @@
 """KV entries, slices of them, and the slot ranges that attention reads."""
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -13,8 +15,37 @@ from .transfer import Transfer
 KVLocation = Literal["device", "host", "disk", "loading", "offloading", "dropped"]
 
 
+class TokenRuns(NamedTuple):
+    """Runs of consecutive positions, of tokens that are scattered over a context.
+
+    Each token attends to the slices of its context that are placed before it.
+    """
+
+    tokens: tuple[int, ...]  # first token of each run, ascending from 0
+    positions: tuple[int, ...]  # of those tokens, ascending
+    are_read_apart: bool  # attention depends on distances: a read has one run; else as many as are in adjacent slots
+
+    def position(self, token: int) -> int:
+        run = bisect_right(self.tokens, token) - 1
+        return self.positions[run] + token - self.tokens[run]
+
+    def num_tokens_up_to(self, position: int, num_tokens: int) -> int:
+        """Count the tokens of runs that start at a position or before it."""
+        run = bisect_right(self.positions, position)
+        return self.tokens[run] if run < len(self.tokens) else num_tokens
+
+    def split(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of tokens [start, end) in each run."""
+        for first, last in zip(self.tokens, (*self.tokens[1:], end), strict=True):
+            if max(first, start) < min(last, end):
+                yield max(first, start), min(last, end)
+
+
 class KVSlice(NamedTuple):
-    """Slice of an entry's tokens, placed at a position in a context."""
+    """Slice of an entry's tokens, placed at a position in a context.
+
+    Tokens in runs keep their distances.
+    """
 
     entry: "KVEntry"
     token_start: int  # first token of the half-open slice
@@ -25,10 +56,27 @@ class KVSlice(NamedTuple):
     @property
     def shift(self) -> int:
         """Position of every token relative to its base position, in tokens."""
-        return self.position - self.token_start - self.entry.base_position
+        return self.position - self.entry.position(self.token_start)
 
     def visible_in(self, layer: int) -> bool:
         return self.layers is None or layer in self.layers
+
+
+def in_order(context: Sequence[KVSlice]) -> Sequence[KVSlice]:
+    """Return the slices of a context in order of the prompt, split into runs."""
+    if all(kv_slice.entry.runs is None for kv_slice in context):
+        return context
+    parts = []
+    for kv_slice in context:
+        entry, start = kv_slice.entry, kv_slice.token_start
+        spans = (
+            [(start, start + kv_slice.num_tokens)]
+            if entry.runs is None
+            else entry.runs.split(start, start + kv_slice.num_tokens)
+        )
+        shift = kv_slice.shift
+        parts += [KVSlice(entry, a, b - a, entry.position(a) + shift, kv_slice.layers) for a, b in spans]
+    return sorted(parts, key=attrgetter("position"))
 
 
 class SlotRange(NamedTuple):
@@ -89,6 +137,7 @@ class KVEntry:
     page_size: int  # slots per page
     model: str = BASE_MODEL  # model or adapter that computes it
     layers: EntryLayers = ALL_LAYERS
+    runs: TokenRuns | None = None  # where positions are not consecutive; such an entry is read whole
     content_hash: bytes | None = None
     num_final_tokens: int = 0  # tokens that no longer depend on sampling
     num_scheduled_tokens: int = 0  # computed, or part of the running step
@@ -160,6 +209,16 @@ class KVEntry:
         """True if a running request, pin or other non-message owner exists."""
         return any(owner[0] != "message" for owner in self.owners)
 
+    def position(self, token: int) -> int:
+        """Return the position that a token's key is rotated to."""
+        return self.base_position + token if self.runs is None else self.runs.position(token)
+
+    def positions(self, start: int, end: int) -> Iterable[int]:
+        """Return the positions of tokens [start, end)."""
+        if self.runs is None:
+            return range(self.base_position + start, self.base_position + end)
+        return map(self.runs.position, range(start, end))
+
     def slot(self, token: int) -> int:
         return self.pages[token // self.page_size] * self.page_size + token % self.page_size
 
@@ -176,8 +235,12 @@ class KVEntry:
         """Replace the device pages, in token order."""
         self.pages, self.slot_ranges, first = pages, [], 0
         for page, count in consecutive_runs(pages):
-            self.slot_ranges.append(SlotRange(first, page * self.page_size, count * self.page_size))
-            first += count * self.page_size
+            slot, end = page * self.page_size - first, first + count * self.page_size
+            spans = (
+                self.runs.split(first, end) if self.runs is not None and self.runs.are_read_apart else ((first, end),)
+            )
+            self.slot_ranges += [SlotRange(start, slot + start, stop - start) for start, stop in spans]
+            first = end
 
 
 def entries_of(context: Iterable[KVSlice], hidden_source: KVEntry | None) -> list[KVEntry]:
@@ -195,13 +258,28 @@ def context_reads(slices: Iterable[KVSlice], q_start: int, q_end: int, layer: in
     for entry, token_start, num_tokens, position, layers in slices:
         if layers is not None and layer not in layers:
             continue
-        shift = position - token_start - entry.base_position
+        shift = position - entry.position(token_start)
         for range_start, slot_start, length in entry.slot_ranges:
             first, last = max(range_start, token_start), min(range_start + length, token_start + num_tokens)
             if first < last:
                 slot = slot_start + first - range_start
-                reads.append(KVRead(slot, q_start, q_end, shift, last - first, 0, position + first - token_start))
+                reads.append(KVRead(slot, q_start, q_end, shift, last - first, 0, entry.position(first) + shift))
     return reads
+
+
+def scattered_reads(
+    entry: KVEntry, context: Iterable[KVSlice], q_start: int, token_start: int, token_end: int, layer: int = 0
+) -> Iterator[KVRead]:
+    """Yield the reads of a context by tokens [token_start, token_end) in runs.
+
+    Each token attends to the slices before it.
+    """
+    assert entry.runs is not None
+    for kv_slice in context:
+        first = max(token_start, entry.runs.num_tokens_up_to(kv_slice.position, len(entry.tokens)))
+        if first < token_end:
+            rows = q_start + first - token_start, q_start + token_end - token_start
+            yield from context_reads((kv_slice,), *rows, layer)
 
 
 def causal_reads(
@@ -217,7 +295,7 @@ def causal_reads(
         first, end = max(range_start, first_visible), range_start + length
         if first >= min(end, token_end):
             continue
-        slot, position = slot_start + first - range_start, entry.base_position + first
+        slot, position = slot_start + first - range_start, entry.position(first)
         partial_start = min(max(first - token_start, 0), num_rows)  # attends to the first slot
         full_start = min(max(end - token_start, 0), num_rows)  # attends to all slots
         if partial_start < full_start:
@@ -228,17 +306,17 @@ def causal_reads(
     return reads
 
 
-def prefix_reads(slices: Iterable[KVSlice], q_start: int, start: int, end: int, layer: int = 0) -> list[KVRead]:
+def prefix_reads(slices: Sequence[KVSlice], q_start: int, start: int, end: int, layer: int = 0) -> list[KVRead]:
     """Return the reads of a context by queries at its tokens' places.
 
     Query token q_start + i is at the place of context token start + i, up to `end`, and attends to the context's
     tokens up to that one, itself included.
     """
     reads, index = [], 0  # index: of the slice's first token in the context
-    for entry, token_start, num_tokens, position, layers in slices:
+    for entry, token_start, num_tokens, position, layers in in_order(slices):
         if layers is not None and layer not in layers:
             continue
-        shift, q_first = position - token_start - entry.base_position, q_start - start
+        shift, q_first = position - entry.position(token_start), q_start - start
         for range_start, slot_start, length in entry.slot_ranges:
             first, last = max(range_start, token_start), min(range_start + length, token_start + num_tokens)
             if first >= last:

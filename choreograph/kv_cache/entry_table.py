@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..namespace import Namespace
 from ..outputs import BASE_MODEL
-from .entry import ALL_LAYERS, EntryLayers, KVEntry, KVSlice
+from .entry import ALL_LAYERS, EntryLayers, KVEntry, KVSlice, TokenRuns
 from .hints import FixedPartIndex, HintRegistry
 from .pins import PinTable
 from .pool import KVPool
@@ -52,10 +52,11 @@ class EntryTable:
         *,
         model: str = BASE_MODEL,
         layers: EntryLayers = ALL_LAYERS,
+        runs: TokenRuns | None = None,
     ) -> KVEntry:
         """Create an entry without owners in allocated pages."""
         entry_id, page_size = next(self._clock), self.pool.page_size
-        entry = KVEntry(entry_id, tokens, base_position, context, pages, page_size, model, layers)
+        entry = KVEntry(entry_id, tokens, base_position, context, pages, page_size, model, layers, runs)
         entry.last_access, entry.num_final_tokens = entry_id, len(tokens)
         self.entries[entry.id] = entry
         if pages:

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Callable, Iterable
 
 from ..namespace import Namespace
-from .entry import EntryLayers, KVEntry, KVSlice
+from .entry import EntryLayers, KVEntry, KVSlice, TokenRuns
 
 
 def content_hash(
@@ -14,11 +14,13 @@ def content_hash(
     base_position: int,
     context: Iterable[KVSlice],
     hidden_source: KVEntry | None = None,
+    runs: TokenRuns | None = None,
 ) -> bytes:
     """Hash namespace, tokens, and the context at positions relative to the base.
 
     Args:
         hidden_source: entry with the inputs that a partial prefill starts from.
+        runs: of tokens whose positions are not consecutive.
     """
     # fields have a fixed length, or their length before them; the tokens are last
     digest = hashlib.sha256(namespace.digest)
@@ -32,6 +34,9 @@ def content_hash(
     if hidden_source is not None:
         assert hidden_source.content_hash is not None, "the source must be hashed first"
         digest.update(b"from" + hidden_source.content_hash)
+    if runs is not None:
+        numbers = *runs.tokens, *(position - base_position for position in runs.positions)
+        digest.update(b"runs" + struct.pack(f"<{len(numbers) + 1}q", len(numbers), *numbers))
     token_ids = list(tokens)
     digest.update(b"mine" + struct.pack(f"<{len(token_ids)}q", *token_ids))
     return digest.digest()
@@ -55,7 +60,12 @@ def portable_content_hash(
     hashes: dict[tuple[int, int], str] = {}  # by entry ID and end of the slice
 
     def hash_inputs(
-        model: str, layers: EntryLayers, tokens: Iterable[int], base: int, context: Iterable[KVSlice]
+        model: str,
+        layers: EntryLayers,
+        tokens: Iterable[int],
+        base: int,
+        context: Iterable[KVSlice],
+        runs: TokenRuns | None = None,
     ) -> str:
         context_items = [
             (
@@ -69,6 +79,8 @@ def portable_content_hash(
         ]
         source = layers.hidden_source
         inputs: tuple[object, ...] = (weights_hash_of(model), _sorted_layers(layers.computed), context_items)
+        if runs is not None:
+            inputs += (runs.tokens, [position - base for position in runs.positions])
         if source is not None:
             inputs += (hashes[source.id, len(source.tokens)],)
         digest = hashlib.sha256(repr(inputs).encode())
@@ -86,7 +98,7 @@ def portable_content_hash(
         if not missing:
             stack.pop()
             hashes[entry.id, end] = hash_inputs(
-                entry.model, entry.layers, entry.tokens[:end], entry.base_position, entry.context
+                entry.model, entry.layers, entry.tokens[:end], entry.base_position, entry.context, entry.runs
             )
     return hash_inputs(model, EntryLayers(), tokens, base_position, context)
 

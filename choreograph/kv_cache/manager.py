@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ..errors import CacheBusyError, CacheFullError
 from ..events import EventBus
 from ..outputs import BASE_MODEL
-from .entry import ALL_LAYERS, EntryLayers, KVEntry, KVSlice
+from .entry import ALL_LAYERS, EntryLayers, KVEntry, KVSlice, TokenRuns
 from .entry_table import EntryTable, Owner
 from .eviction import EvictionOrder, EvictionPolicy
 from .pool import KVPool
@@ -62,6 +62,7 @@ class KVCacheManager(EntryTable):
         owner: Owner,
         model: str = BASE_MODEL,
         layers: EntryLayers = ALL_LAYERS,
+        runs: TokenRuns | None = None,
     ) -> KVEntry:
         """Create an entry with pages for `capacity` tokens, evicting others if needed.
 
@@ -69,7 +70,7 @@ class KVCacheManager(EntryTable):
             tokens: Final token IDs so far; the entry keeps this list.
             capacity: Tokens to allocate pages for.
             max_tokens: Tokens that the entry may grow to.
-            owner: First owner. For the others see `KVEntry`.
+            owner: First owner. For the others, and `runs`, see `KVEntry`.
 
         Raises:
             CacheFullError: if not enough pages can be freed.
@@ -77,7 +78,7 @@ class KVCacheManager(EntryTable):
         """
         num_pages, max_pages = self.pool.num_pages_for(capacity), self.pool.num_pages_for(max_tokens)
         pages = self._allocate_pages(num_pages, max_pages, partial=layers.computed is not None)
-        entry = self.add_entry(tokens, base_position, tuple(context), pages, model=model, layers=layers)
+        entry = self.add_entry(tokens, base_position, tuple(context), pages, model=model, layers=layers, runs=runs)
         entry.owners.add(owner)
         return entry
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ..attention.backend import AttentionHook
 from ..errors import ChoreographError, RequestFailedError
-from ..kv_cache.entry import KVEntry, KVSlice, entries_of
+from ..kv_cache.entry import KVEntry, KVSlice, TokenRuns, entries_of
 from ..namespace import Namespace
 from ..outputs import BASE_MODEL, FinishReason, Mode, Timing, Usage
 from .decode_state import DecodeState
@@ -93,6 +93,7 @@ class Request:
     parent_slices: tuple[tuple[int, int] | None, ...]
     offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
     new_offset: int | None  # position of the first own token; None: after the last parent
+    runs: TokenRuns | None = None  # where the positions of a prefill's tokens are not consecutive
     decode_state: DecodeState | None = None  # None for a prefill
     reencoding: Reencoding | None = None  # None: `prompt` has the tokens
     model: str = BASE_MODEL  # model or adapter that computes it
@@ -139,7 +140,7 @@ class Request:
     ) -> "Request":
         """Create a prefill of tokens that this request will attend to.
 
-        The parents follow each other without gaps. It is kept for its readers only.
+        The parents follow each other without gaps, unless its offsets are set. It is kept for its readers only.
         """
         return Request(
             id=id,
@@ -184,9 +185,9 @@ class Request:
 
     @property
     def computes_all_rows(self) -> bool:
-        """True if no own token may be copied: its row is used."""
+        """True if no own token may be copied: its row is used, or its position may differ."""
         is_scored = self.decode_state is not None and self.decode_state.prompt_scorer is not None
-        return is_scored or self.hook is not None
+        return is_scored or self.hook is not None or self.runs is not None
 
     @property
     def is_text_only(self) -> bool:
@@ -304,6 +305,19 @@ class Request:
         """Return the visible tokens of each parent; all must be final."""
         pairs = zip(self.parents, self.parent_slices, strict=True)
         return [p.tokens if token_range is None else p.tokens[slice(*token_range)] for p, token_range in pairs]
+
+    def pieces(self) -> "list[tuple[Request, int, int, int]]":
+        """Return the runs of the context in order: parent, tokens [start, end), position of the first one."""
+        spans = [part or (0, len(p.tokens)) for p, part in zip(self.parents, self.parent_slices, strict=True)]
+        pieces, begin = [], 0
+        offsets = self.offsets if self.mode == "choreographed" else (None,) * len(spans)  # else concatenated
+        for parent, (start, end), offset in zip(self.parents, spans, offsets, strict=True):
+            begin, runs = begin if offset is None else offset, parent.runs
+            for first, last in ((start, end),) if runs is None else runs.split(start, end):
+                moved = first - start if runs is None else runs.position(first) - runs.position(start)
+                pieces.append((parent, first, last, begin + moved))
+            begin += end - start
+        return sorted(pieces, key=lambda piece: piece[3]) if any(parent.runs for parent in self.parents) else pieces
 
     @property
     def read_entries(self) -> list[KVEntry]:

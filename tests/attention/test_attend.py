@@ -51,6 +51,23 @@ def build(calls) -> AttentionMetadata:
     return plan
 
 
+def scatter(num_rows: int, ranges: list[tuple[int, int, int, int]]) -> AttentionMetadata:
+    """Rows scattered over a context of ranges (length, gap behind it, rows before those that read it, shift)."""
+    slot, row, reads = 0, 0, [KVRead(380, 0, num_rows, 0, 1, 1, 0)]
+    for length, gap, step, shift in ranges:
+        row = min(row + step, num_rows - 1)
+        reads.append(KVRead(slot, row, num_rows, shift, length, 0, slot + shift))
+        slot += length + gap
+    plan = build_metadata(list(range(380, 380 + num_rows)), reads, list(range(num_rows)))
+    plan.check()
+    return plan
+
+
+short_ranges = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 30), st.sampled_from([0, 5, 5, -9])), max_size=10
+)
+
+
 def tensors(plan: AttentionMetadata, heads: int, groups: int, width: int, dtype: torch.dtype):
     noise = torch.Generator().manual_seed(plan.num_tokens)
 
@@ -121,15 +138,34 @@ def test_the_kernel_is_the_same_for_every_instruction_set(dtype, width, flags, t
     plan = build(
         [(1, [(0, 130, 3), (200, 17, -9)], 5), (33, [(300, 64, 0), (40, 150, 11)], 2), (67, [(300, 64, 5)], 0)]
     )
-    (q, k, v), (keys, values) = tensors(plan, 4, 2, width, dtype)
+    scattered = scatter(200, [(15, 2, 5, 3), (40, 4, 9, 3), (7, 1, 12, 3), (80, 3, 30, 0), (1, 4, 9, 0)])
     rotary = Rope(tuple(1e4 ** -(np.arange(0, width, 2) / width)), True)
-    growing = keys * (torch.arange(SLOTS) % 200 / 60)[:, None, None].to(dtype)  # so that maxima grow, slowly or not
-    plain, special_ones = (None, None, False, False), (90, 30.0, True, True)
-    for asked, stored in ((plain, keys), (special_ones, keys), (plain, growing), (plain, -growing)):
+    plain, special_kind = (None, None, False, False), (90, 30.0, True, True)
+    for call_plan, asked, growth in (
+        *((plan, plain, 0), (plan, special_kind, 0), (scattered, plain, 0)),
+        *((plan, plain, 1), (plan, plain, -1)),  # maxima grow, slowly or at once
+    ):
+        (q, k, v), (keys, values) = tensors(call_plan, 4, 2, width, dtype)
+        keys *= (torch.arange(SLOTS) % 200 / 60 * growth if growth else torch.ones(SLOTS))[:, None, None].to(dtype)
         kind, sinks = special(4, rotary, asked)
-        call = AttentionCall(plan, q, k, v, stored, values, width**-0.5, kind, sinks)
+        call = AttentionCall(call_plan, q, k, v, keys, values, width**-0.5, kind, sinks)
         tolerance = 2e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(work(call).float(), reference_of(call), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups", "width"), SHAPES)
+@settings(max_examples=many(12), deadline=None)
+@given(num_rows=st.integers(90, 250), ranges=short_ranges, asked=specials)
+def test_short_ranges_that_many_rows_read_are_joined_without_a_difference(
+    heads, groups, width, dtype, num_rows, ranges, asked
+):
+    spec, sinks = special(heads, Rope(tuple(1e4 ** -(np.arange(0, width, 2) / width))), asked)
+    plan = scatter(num_rows, ranges)
+    (query, key, value), kept = tensors(plan, heads, groups, width, dtype)
+    call = AttentionCall(plan, query, key, value, *kept, width**-0.5, spec, sinks)
+    result, tolerance = create_backend("native", width, dtype, CPU)[0](call), 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(result.float(), reference_of(call), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa"])

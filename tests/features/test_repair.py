@@ -1,6 +1,7 @@
 """Repair: a share of the context is computed again where it is used."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -8,14 +9,17 @@ from helpers import model_variants, tiny_models
 from helpers.hypothesis_profile import many
 from helpers.inspect_engine import inspect
 from helpers.message_graphs import graphs
+from helpers.model_configs import CONFIGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
-from choreograph import Engine, EngineConfig, Repair, SamplingParams, SchedulerConfig
+from choreograph import CacheConfig, Engine, EngineConfig, Repair, SamplingParams, SchedulerConfig
 from choreograph.errors import ConfigError, RequestFailedError
 from choreograph.features.repair.options import REPAIR_STRATEGIES
 from choreograph.features.repair.planner import ContextRepair
 from choreograph.features.repair.probe import AttentionObserver
+from choreograph.features.repair.strategy import Strategy
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -97,6 +101,77 @@ def test_the_first_tokens_see_what_precedes_them_in_the_call():
         assert by_hand_b.finish_reason == by_hand_c.finish_reason == "cached"
     assert engine.stats().num_referenced_entries == 0
     engine.check()
+
+
+def repaired_by_hand(session, parents, ranges):
+    """The slow form: each range is a prefill of its own, over the pieces of the context before it."""
+    pieces = []
+    for parent, spans in zip(parents, ranges, strict=True):
+        kept = 0
+        for first, last in spans:
+            pieces += [parent[kept:first]] if kept < first else []
+            pieces.append(session.prefill(parent.tokens[first:last], list(pieces)))
+            kept = last
+        pieces += [parent[kept:]] if kept < parent.length else []
+    return pieces
+
+
+@st.composite
+def token_ranges(draw, num_tokens):
+    """Ranges of a parent's tokens: ascending, not adjacent."""
+    cuts = sorted(draw(st.sets(st.integers(0, num_tokens), max_size=8)))
+    return list(zip(cuts[::2], cuts[1::2], strict=False))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "gemma2", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@settings(max_examples=many(6), deadline=None)
+@given(lengths=st.lists(st.integers(1, 14), min_size=2, max_size=4), step=st.sampled_from([5, 1024]), data=st.data())
+def test_scattered_tokens_equal_one_prefill_for_each_range(family, backend, lengths, step, data):
+    engine = family_engine(family, backend, step)
+    ranges = [[], *(data.draw(token_ranges(length)) for length in lengths[1:])]  # nothing precedes the first parent
+    with engine.session() as session:
+        parents = [session.prefill([(7 * i + j) % 60 for j in range(n)]) for i, n in enumerate(lengths)]
+        result, message = distributions(session, [30], parents, repair=Repair(0.5, Strategy(lambda view: ranges)))
+        assert message.usage.repaired_tokens == sum(last - first for spans in ranges for first, last in spans)
+        expected, _ = distributions(session, [30], repaired_by_hand(session, parents, ranges))
+        assert torch.allclose(result, expected, atol=1e-5)
+        engine.check()
+    assert engine.stats().num_referenced_entries == 0
+
+
+def test_the_repair_of_a_parent_is_one_entry_that_its_reader_reads_whole():
+    engine = tiny_models.engine()
+    ranges = [[], [(0, 1), (3, 5)], [(2, 3), (4, 6), (7, 8)]]
+    scatter, more = Strategy(lambda view: ranges), Strategy(lambda view: [*ranges, [(0, 1)]])
+    with engine.session() as session:
+        parents = [session.prefill([i] * 8) for i in range(3)]
+        message = session.decode([40], parents, sampling=GREEDY, repair=Repair(0.5, scatter))
+        assert message.usage.repaired_tokens == 7
+        context = inspect(message).entry.context
+        assert [(s.entry.runs.positions, s.num_tokens) for s in context if s.entry.runs] == [
+            ((8, 11), 3),
+            ((18, 20, 23), 4),
+        ]
+        again = session.decode([41], [*parents, session.prefill([9])], sampling=GREEDY, repair=Repair(0.5, more))
+        assert again.usage.repaired_tokens == 1  # of the last parent: the others' are shared
+
+
+@cache
+def family_model(family):
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(CONFIGS[family]).float().eval()
+
+
+def family_engine(family, backend, step):
+    return Engine.from_pretrained(
+        family_model(family),
+        config=EngineConfig(
+            backend=backend,
+            cache=CacheConfig(capacity=2048, page_size=4, poison_freed_pages=True),
+            scheduler=SchedulerConfig(max_num_batched_tokens=step),
+        ),
+    )
 
 
 def test_readers_of_one_context_share_its_repair():

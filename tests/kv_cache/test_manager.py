@@ -6,7 +6,7 @@ from helpers.recursion_limit import limit_recursion
 
 from choreograph.errors import CacheFullError
 from choreograph.events import EventBus
-from choreograph.kv_cache.entry import KVSlice, causal_reads, context_reads
+from choreograph.kv_cache.entry import KVSlice, TokenRuns, causal_reads, context_reads
 from choreograph.kv_cache.eviction import (
     EvictionCandidate,
     first_in_first_out,
@@ -109,9 +109,9 @@ def test_content_keys_name_relative_placement_tokens_context_and_salt():
     store = make(pages=64)
     a, b = whole(store, [1, 2], "a"), whole(store, [3], "b")
 
-    def key(tokens=(7, 8), start=10, context=((a, 0), (b, 4)), salt="s", source=None) -> bytes:
+    def key(tokens=(7, 8), start=10, context=((a, 0), (b, 4)), salt="s", source=None, runs=None) -> bytes:
         slices = [KVSlice(e, 0, len(e.tokens), at) for e, at in context]
-        return content_hash(Namespace(client=Client(salt)), tokens, start, slices, source)
+        return content_hash(Namespace(client=Client(salt)), tokens, start, slices, source, runs)
 
     assert key() == key(start=15, context=((a, 5), (b, 9)))
     others = [
@@ -123,8 +123,10 @@ def test_content_keys_name_relative_placement_tokens_context_and_salt():
         key(salt="t"),
         key(source=a),
         key(source=b),
+        key(runs=TokenRuns((0, 1), (10, 14), False)),
+        key(runs=TokenRuns((0, 1), (10, 15), False)),
     ]
-    assert len({key(), *others}) == 9
+    assert len({key(), *others}) == 11
 
 
 def test_reads_cover_exactly_what_is_seen_across_scattered_pages():

@@ -1,13 +1,14 @@
 """Replacement of a request's parents by repaired ones.
 
-A repaired range is an ordinary prefill whose context is what precedes it in the call. The call then
-attends to the unchanged ranges of its parents and to these prefills, in order and at the positions
-of prefix mode. Prefills of equal content share one KV entry, so calls with the same context share
-its repair, and eviction, recomputation and adapters treat it like every other entry.
+The selected tokens of a parent are one prefill, whose tokens are scattered (`TokenRuns`): each attends to what
+precedes it in the call. The call then attends to the unchanged ranges of its parents and to these prefills, at the
+positions of prefix mode. Prefills of equal content share one KV entry, so calls with the same first parents share
+their repair, and eviction, recomputation and adapters treat it like every other entry.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from ...context.feature import READY, ContextFeature, Outcome, Parser, Prefills,
 from ...context.placement import namespace_of, parent_slices
 from ...core.core import EngineCore
 from ...errors import InvalidPositionError, RequestFailedError
-from ...kv_cache.entry import KVEntry, KVSlice
+from ...kv_cache.entry import KVEntry, KVSlice, TokenRuns
 from ...kv_cache.hashing import content_hash
 from ...request.request import Request, RequestState
 from ..agent_tags import AgentKey
@@ -47,15 +48,20 @@ class _RepairedContext:
         """Visible tokens [start, end) of each piece's request."""
         return tuple((s.token_start, s.token_start + s.num_tokens) for s in self.hashes)
 
-    def append(self, request: Request, hash_: bytes, start: int, end: int) -> None:
-        """Append tokens [start, end) of a request."""
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return tuple(s.position for s in self.hashes)
+
+    def append(self, request: Request, hash_: bytes, start: int, end: int, position: int | None = None) -> None:
+        """Append tokens [start, end) of a request, by default after the last piece."""
+        position, num_tokens = self.num_tokens if position is None else position, end - start
         last = self.hashes[-1] if self.hashes else None
         if last is not None and self.requests[-1] is request and last.token_start + last.num_tokens == start:
-            self.hashes[-1] = last._replace(num_tokens=end - last.token_start)
+            self.hashes[-1] = last._replace(num_tokens=last.num_tokens + num_tokens)
         else:
             self.requests.append(request)
-            self.hashes.append(KVSlice(_Source(hash_), start, end - start, self.num_tokens))  # type: ignore[arg-type]
-        self.num_tokens += end - start
+            self.hashes.append(KVSlice(_Source(hash_), start, num_tokens, position))  # type: ignore[arg-type]
+        self.num_tokens += num_tokens
 
     def is_context_of(self, parent: Request, start: int, reader: Request) -> bool:
         """True if the parent's tokens saw exactly these pieces before them.
@@ -94,6 +100,7 @@ class ContextRepair(ContextFeature):
 
     def attach(self, core: EngineCore) -> None:
         self._core = core
+        self._reads_apart = not all(spec.is_plain for spec in core.hf_model.model_info.attention_specs)
         self._selections: dict[object, list[TokenRanges]] = {}
         self._scorings: dict[object, Request] = {}  # in progress, or complete and not used yet
 
@@ -186,27 +193,43 @@ class ContextRepair(ContextFeature):
         """Replace the parents by unchanged ranges and prefills of the selected ones."""
         context, prefills = _RepairedContext(), list[Request]()
         for (parent, start, end), view, selected in zip(_visible(request), parents, ranges, strict=True):
-            kept = start
-            for first, last in () if context.is_context_of(parent, start, request) else selected:
-                if kept < start + first:
-                    context.append(parent, _hash_of(parent), kept, start + first)
-                prefills.append(self._build_prefill(request, view.tokens[first:last], context))
-                prefills[-1].extend(TextOrigin(parent, start + first))
-                kept = start + last
-            if kept < end:
-                context.append(parent, _hash_of(parent), kept, end)
-        request.parents, request.parent_slices = tuple(context.requests), context.slices
-        request.offsets, request.new_offset = (None,) * len(context.requests), None
+            if not selected or context.is_context_of(parent, start, request):
+                context.append(parent, _hash_of(parent), start, end)
+                continue
+            kept = 0
+            for first, last in selected:
+                if kept < first:
+                    context.append(parent, _hash_of(parent), start + kept, start + first, view.position + kept)
+                kept = last
+            prefills.append(self._build_prefill(request, view, selected, context))
+            prefills[-1].extend(TextOrigin(parent, start + selected[0][0], prefills[-1].runs))
+            if start + kept < end:
+                context.append(parent, _hash_of(parent), start + kept, end)
+        request.parents, request.parent_slices, request.offsets = (
+            tuple(context.requests),
+            context.slices,
+            context.offsets,
+        )
+        request.new_offset = context.num_tokens
         request.parent_positions = request.parent_positions or tuple(view.position for view in parents)
         del request.extensions[RepairState]
         return Prefills(prefills) if prefills else READY
 
-    def _build_prefill(self, request: Request, tokens: list[int], context: _RepairedContext) -> Request:
-        """Append the prefill of a range to the context."""
+    def _build_prefill(
+        self, request: Request, view: ParentView, selected: TokenRanges, context: _RepairedContext
+    ) -> Request:
+        """Append the prefill of the selected ranges of a parent to what precedes it."""
+        tokens = [token for first, last in selected for token in view.tokens[first:last]]
         prefill = self._build_request(request, tokens, tuple(context.requests), context.slices)
-        prefill.position = context.num_tokens
+        prefill.offsets, position = context.offsets, view.position + selected[0][0]
+        prefill.position = prefill.new_offset = position
+        if len(selected) > 1:
+            starts = accumulate((last - first for first, last in selected[:-1]), initial=0)
+            positions = tuple(view.position + first for first, _ in selected)
+            prefill.runs = TokenRuns(tuple(starts), positions, self._reads_apart)
         namespace = namespace_of(prefill, self._core.hf_model.model_info)
-        context.append(prefill, content_hash(namespace, tokens, prefill.position, context.hashes), 0, len(tokens))
+        hash_ = content_hash(namespace, tokens, position, context.hashes, runs=prefill.runs)
+        context.append(prefill, hash_, 0, len(tokens), position)
         return prefill
 
     def _build_request(

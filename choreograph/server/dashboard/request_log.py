@@ -7,7 +7,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import count
 from typing import NamedTuple
 
 from ...api.message import Message
@@ -207,14 +207,8 @@ def _row(message: MessageHandle, label: str, known: set[int]) -> MessageRow:
     num_prompt, footer = len(request.prompt), request.footer
     footer_start = message.position + len(request.tokens) - len(footer)
     own = (message.id, message.position, num_prompt)
-    spans = [v or (0, len(p.tokens)) for p, v in zip(request.parents, request.parent_slices, strict=True)]
-    starts = list(request.parent_positions)
-    is_rewritten = any(parent.purpose is Purpose.CONTEXT for parent in request.parents)
-    if is_rewritten or len(starts) != len(spans):  # pieces of the parents, without gaps
-        starts = list(accumulate((end - first for first, end in spans), initial=0))[:-1]
     parents = [  # (request, its visible tokens, their position in it, their position here)
-        (parent, end - first, _base_position(parent) + first, start)
-        for parent, (first, end), start in zip(request.parents, spans, starts, strict=True)
+        (parent, end - first, _base_position(parent) + first, start) for parent, first, end, start in request.pieces()
     ]
     bars: list[ContextBar] = []
     if request.mode == "prefix":  # all before a position was cached
