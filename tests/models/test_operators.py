@@ -249,3 +249,24 @@ def test_operators_of_4_bit_layers_are_their_modules():
     hf_model = HFModel(tiny_models.build(intermediate=64).bfloat16())
     hf_model.quantize("int4")
     assert isinstance(create_operators(hf_model), ModelOperators) or not library.cpp_backend.has_avx2()
+
+
+@pytest.mark.skipif(not library.cpp_backend.has_avx2(), reason="the kernel of 4-bit weights needs AVX2")
+def test_biases_of_4_bit_layers_that_the_owner_changes_are_read():
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS["qwen2"])
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 256, 64
+    model = AutoModelForCausalLM.from_config(config).eval().bfloat16()
+    hf_model = HFModel(model, max_positions=64)
+    hf_model.quantize("int4")
+    operators, tokens, positions = create_operators(hf_model), list(range(9)), list(range(9))
+    with torch.no_grad(), hf_model.attention_hook():
+        seen = []
+        for _ in range(2):
+            with operators.applied():
+                result = hf_model.logits(tokens, positions, TokenMixer(), [8])
+            seen.append(hf_model.logits(tokens, positions, TokenMixer(), [8]))
+            torch.testing.assert_close(result.float(), seen[-1].float(), atol=0.1, rtol=0)
+            for layer in model.model.layers:
+                layer.self_attn.k_proj.bias.data = torch.full_like(layer.self_attn.k_proj.bias, 3.0)
+    assert (seen[1] - seen[0]).abs().max() > 0.3

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import BFloat16
 from torch import Tensor
 
-from ..kernels.int4_linear import PANEL, linear_int4
+from ..kernels.int4_linear import PANEL, JointWeight, linear_int4
 from .library import PLAIN, SILU, NormOperator, finish
 
 
@@ -19,21 +19,34 @@ class Int4Operator:
         num_outputs = sum(layer.out_features for layer in layers)
         self.features = num_outputs if mode == PLAIN else num_outputs // 2
         self.in_features = layers[0].in_features
+        self.refresh()
 
     def refresh(self) -> None:
-        """Read the address of the norm's weight again; others are read in each call."""
+        """Find out again whether one product with all weights computes all layers, and read the norm's address."""
         if self._norm is not None:
             self._norm.refresh()
+        joint, features = self._layers[0].joint_weight, sum(layer.out_features for layer in self._layers)
+        self._joint = joint if joint is not None and joint.features == features and self._is_part_of(joint) else None
+
+    def _is_part_of(self, joint: JointWeight) -> bool:
+        """Return whether weights and biases are where the joint weight has them."""
+        first, start = joint.packed.data_ptr(), 0
+        for layer in self._layers:
+            is_moved = layer.weight.data_ptr() != first + start // PANEL * joint.packed[0].nbytes
+            if joint.bias is not None:
+                is_moved |= layer.bias.data_ptr() != joint.bias[start:].data_ptr()
+            if is_moved:
+                return False
+            start += layer.out_features
+        return True
 
     def __call__(
         self, x: BFloat16[Tensor, "*n E"], residual: BFloat16[Tensor, "*n F"] | None = None
     ) -> BFloat16[Tensor, "*n F"]:
         """Return the output, added to `residual` if there is one."""
-        x = x if self._norm is None else self._norm(x)
-        joint, parts = self._layers[0].joint_weight, self._layers
-        is_joint = joint is not None and parts[0].weight.data_ptr() == joint.packed.data_ptr()
-        if not is_joint or joint.features != sum(part.out_features for part in parts):
-            out = torch.cat([linear_int4(x, part.weight, part.bias, part.out_features) for part in parts], -1)
+        x, joint = x if self._norm is None else self._norm(x), self._joint
+        if joint is None:
+            out = torch.cat([linear_int4(x, part.weight, part.bias, part.out_features) for part in self._layers], -1)
         elif self._mode == SILU and joint.features % (2 * PANEL) == 0:
             return linear_int4(x, joint.packed, joint.bias, self.features, is_gated=True)
         else:
