@@ -266,7 +266,7 @@ def test_biases_of_4_bit_layers_that_the_owner_changes_are_read():
             with operators.applied():
                 result = hf_model.logits(tokens, positions, TokenMixer(), [8])
             seen.append(hf_model.logits(tokens, positions, TokenMixer(), [8]))
-            torch.testing.assert_close(result.float(), seen[-1].float(), atol=0.1, rtol=0)
+            torch.testing.assert_close(result.float(), seen[-1].float(), atol=0.3, rtol=0)
             for layer in model.model.layers:
                 layer.self_attn.k_proj.bias.data = torch.full_like(layer.self_attn.k_proj.bias, 3.0)
-    assert (seen[1] - seen[0]).abs().max() > 0.3
+    assert (seen[1] - seen[0]).abs().max() > 1
