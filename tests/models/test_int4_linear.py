@@ -1,6 +1,7 @@
 """Products with 4-bit weights equal those with dequantized weights, for every shape, dtype and number of rows."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.attention.cpp_backend import cpu_flags
 from choreograph.models.kernels import int4_linear
 from choreograph.models.kernels.int4_linear import (
     Int4Linear,
@@ -26,6 +28,7 @@ from choreograph.models.kernels.int4_linear import (
     quantize_layers,
 )
 
+MIN_TILE_ROWS = 4  # as in int4_linear.cpp
 needs_kernel = pytest.mark.skipif(not is_kernel_available(), reason="the processor has no AVX2 instructions")
 
 SHAPES = {
@@ -54,13 +57,19 @@ def make_noise(seed: int):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """The processor's kernel, and that of processors without AVX-512 bfloat16 instructions."""
-    return {"native": load_kernel(), "avx2": load_kernel(tmp_path_factory.mktemp("native"), "-U__AVX512BF16__")}
+    """The processor's kernel, that of processors without bfloat16 instructions, and one with emulated tiles."""
+    folder, emulation = tmp_path_factory.mktemp("native"), Path(__file__).parents[1] / "helpers" / "amx_emulation.h"
+    without = ("-U__AVX512BF16__", "-U__AMX_BF16__")
+    return {
+        "native": load_kernel(),
+        "avx2": load_kernel(folder, *without),
+        "amx": load_kernel(folder, "-include", str(emulation)),
+    }
 
 
 @needs_kernel
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("name", ["native", "avx2"])
+@pytest.mark.parametrize("name", ["native", "avx2", "amx"])
 @settings(max_examples=50, deadline=None)
 @given(
     rows=st.one_of(st.integers(1, 40), st.sampled_from([191, 192, 193, 205, 400])),
@@ -86,9 +95,11 @@ def test_products_equal_those_with_dequantized_weights_whatever_the_batch(
         expected, tolerance = silu(gate) * other, {"rtol": 2**-8, "atol": 1e-30}
     assert out.shape == (1, rows, features) and out.dtype is torch.bfloat16
     torch.testing.assert_close(out.float(), expected, **tolerance)
-    row = seed % rows
-    alone = linear_int4(x[:, row : row + 1], packed, bias if has_bias else None, features, **options)
-    assert torch.equal(alone[0, 0], out[0, row])
+    row, has_tiles = seed % rows, name == "amx" or (name == "native" and "amx_bf16" in cpu_flags())
+    # Bits of a row are equal in all batches that vectors multiply, and in all that tiles multiply.
+    fewest = MIN_TILE_ROWS if has_tiles and rows >= MIN_TILE_ROWS else 1
+    alone = linear_int4(x[:, row].expand(fewest, -1), packed, bias if has_bias else None, features, **options)
+    assert all(torch.equal(result, out[0, row]) for result in alone)
 
 
 @needs_kernel

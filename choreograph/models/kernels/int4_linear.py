@@ -18,6 +18,7 @@ from platformdirs import user_cache_path
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from ...attention import cpp_backend
 from ...attention.cpp_backend import BackendUnavailableError, compile_library, has_avx2
 from .fused_projections import FUSABLE, is_fusable
 
@@ -50,10 +51,13 @@ def load_kernel(folder: Path | None = None, *extra_flags: str) -> Any:
     """
     if not has_avx2():
         raise BackendUnavailableError("the processor has no AVX2 instructions")
-    sources = [Path(__file__).with_name(name) for name in ("int4_linear.cpp", "packed_panels.h")]
+    attention = Path(cpp_backend.__file__).parent
+    own = [Path(__file__).with_name(name) for name in ("int4_linear.cpp", "packed_panels.h")]
+    sources = [*own, attention / "cpp_amx.h", attention / "cpp_vector.h"]
+    flags = ("-std=c++20", f"-I{attention}", *extra_flags)
     folder = folder or user_cache_path("choreograph") / "native"
     try:
-        library = ctypes.CDLL(str(compile_library("int4_linear", sources, ("-std=c++20", *extra_flags), folder)))
+        library = ctypes.CDLL(str(compile_library("int4_linear", sources, flags, folder)))
     except OSError as exc:
         raise BackendUnavailableError(str(exc)) from None
     kernel = library.choreograph_linear_int4

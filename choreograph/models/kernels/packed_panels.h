@@ -1,14 +1,10 @@
 // What products over packed weights have in common: panels of output features, and their distribution to threads.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
-#include <vector>
+#include "cpp_amx.h"
 
+namespace panels {  // whose vectors are those of bfloat16 products, and not of the widest registers
 namespace {
 
-struct bf16 { uint16_t bits; };
 constexpr int PANEL = 64;  // output features
 constexpr int WIDE = 6;    // rows at once: their sums and operands fit in registers
 constexpr int FEW = 32;    // rows that are bound by memory
@@ -143,6 +139,17 @@ void for_rows(int64_t rows, Compute compute) {
   }
 }
 
+// Runs `prepare` for all rows of the input; in threads if that is faster than to wait for them.
+template <class Prepare>
+void for_each_row(int64_t rows, int64_t threads, Prepare prepare) {
+  if (rows <= WIDE) {
+    for (int64_t row = 0; row < rows; row++) prepare(row);
+    return;
+  }
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; row++) prepare(row);
+}
+
 // Runs `compute` for all blocks of the output, in threads. Gated: for the gate's panel of a block first.
 template <class Compute>
 void for_each_block(int64_t rows, int64_t features, int64_t threads, bool gated, bf16* out, Compute compute) {
@@ -175,3 +182,4 @@ void for_each_block(int64_t rows, int64_t features, int64_t threads, bool gated,
 }
 
 }  // namespace
+}  // namespace panels
