@@ -18,7 +18,7 @@ from choreograph.attention.metadata import AttentionCall, AttentionMetadata, Att
 from choreograph.attention.rope import Rope, rotate
 
 CPU = torch.device("cpu")
-SLOTS = 640
+SLOTS = 760
 
 
 @st.composite
@@ -41,7 +41,6 @@ def build(calls) -> AttentionMetadata:
             if lo not in seen:
                 reads.append(KVRead(lo, row, row + rows, shift, length, 0, lo + shift))
             seen.add(lo)
-        own = own if own + before + rows < SLOTS else 455
         reads.append(KVRead(own, row, row + rows, 0, before + 1, 1, 0))
         slots += range(own + before, own + before + rows)
         positions += range(before, before + rows)

@@ -100,7 +100,6 @@ class ContextRepair(ContextFeature):
 
     def attach(self, core: EngineCore) -> None:
         self._core = core
-        self._reads_apart = not all(spec.is_plain for spec in core.hf_model.model_info.attention_specs)
         self._selections: dict[object, list[TokenRanges]] = {}
         self._scorings: dict[object, Request] = {}  # in progress, or complete and not used yet
 
@@ -226,7 +225,8 @@ class ContextRepair(ContextFeature):
         if len(selected) > 1:
             starts = accumulate((last - first for first, last in selected[:-1]), initial=0)
             positions = tuple(view.position + first for first, _ in selected)
-            prefill.runs = TokenRuns(tuple(starts), positions, self._reads_apart)
+            reads_apart = not all(spec.is_plain for spec in self._core.hf_model.model_info.attention_specs)
+            prefill.runs = TokenRuns(tuple(starts), positions, reads_apart)
         namespace = namespace_of(prefill, self._core.hf_model.model_info)
         hash_ = content_hash(namespace, tokens, position, context.hashes, runs=prefill.runs)
         context.append(prefill, hash_, 0, len(tokens), position)
