@@ -127,7 +127,12 @@ EMULATED_AMX = ("-include", str(Path(__file__).parents[1] / "helpers" / "amx_emu
         (torch.bfloat16, 80, ("-DREGISTER=8",)),
         (torch.float32, 80, ("-DREGISTER=16",)),
         (torch.bfloat16, 80, ("-DREGISTER=16", "-U__AVX512BF16__")),
-        *((torch.bfloat16, width, flags) for width in (16, 64, 80) for flags in (EMULATED_DOTS, EMULATED_AMX)),
+        *((torch.bfloat16, 64, flags) for flags in (EMULATED_DOTS, EMULATED_AMX)),
+        *(
+            pytest.param(torch.bfloat16, width, flags, marks=pytest.mark.slow)
+            for width in (16, 80)
+            for flags in (EMULATED_DOTS, EMULATED_AMX)
+        ),
     ],
 )
 def test_the_kernel_is_the_same_for_every_instruction_set(dtype, width, flags, tmp_path):
