@@ -168,4 +168,4 @@ def _have_equal_context(a: KVEntry, b: KVEntry) -> bool:
         source_hash = None if source is None else source.content_hash
         return source_hash, [(s.entry.content_hash, *s[1:]) for s in entry.context]
 
-    return a.base_position == b.base_position and a.runs is b.runs is None and places(a) == places(b)
+    return a.base_position == b.base_position and a.runs is None and b.runs is None and places(a) == places(b)

@@ -16,7 +16,7 @@ from ...attention import cpp_backend
 from ...attention.cpp_backend import BackendUnavailableError, compile_library
 
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
-# Tokens up to which AMX and float32 kernels of our own are faster than PyTorch's; as in operators.cpp.
+# Tokens up to which kernels of our own are faster than PyTorch's in float32.
 MAX_OWN_ROWS = 64
 PLAIN, SILU, GELU = range(3)  # what a linear operator does behind the product; as in operators.cpp
 
