@@ -117,7 +117,7 @@ class CppBackend:
         self, library: ctypes.CDLL, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> None:
         row = (head_dim + SCALE_BYTES, torch.int8) if kv_dtype == torch.int8 else (head_dim, dtype)
-        self._expected = (head_dim, dtype), row
+        self._expected = head_dim, dtype, *row
         self._kernel = library.choreograph_attend
         self._kernel.argtypes = (_POINTER, ctypes.c_float, *(_POINTER, _LONG, _LONG) * 3, *(_POINTER,) * 4)
         self._kernel.restype = None
@@ -125,11 +125,11 @@ class CppBackend:
     def __call__(self, call: AttentionCall) -> Float[Tensor, "N H D"]:
         """Write the batch's keys and values into their slots, then compute attention."""
         query, key, value, keys, values = call.query, call.key, call.value, call.keys, call.values
-        for expected, tensors in zip(self._expected, ((query, key, value), (keys, values)), strict=True):
-            for tensor in tensors:
-                if (actual := (tensor.shape[-1], tensor.dtype)) != expected:
-                    raise TypeError("the kernel is built for rows of {} in {}, not {} in {}".format(*expected, *actual))
         num_heads, num_tokens, head_dim = query.shape
+        if (actual := (head_dim, query.dtype, keys.shape[-1], keys.dtype)) != self._expected:
+            raise TypeError(
+                f"the kernel is built for head dimensions and types of the batch and cache {self._expected}, not {actual}"
+            )
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()

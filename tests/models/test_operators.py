@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def check_product(case, dtype, kernels=None):
     norm = None if case["norm"] is None else Norm(inputs, dtype)
     operator = LinearOperator(layers, norm and NormOperator(norm, 1e-5, case["norm"]), case["mode"])
     if kernels is not None:
-        operator._kernels, operator._has_limit = kernels, False
+        operator._kernels, operator.max_rows = kernels, math.inf
     with torch.no_grad():
         expected = expected_linear(x, layers, norm, case["norm"], case["mode"])
         residual = torch.randn_like(expected).to(dtype) if case["has_residual"] else None
@@ -134,7 +135,7 @@ def test_a_token_does_not_depend_on_the_others_of_its_step(built):
     torch.manual_seed(0)
     layers = [nn.Linear(96, 70, bias=False).bfloat16(), nn.Linear(96, 33, bias=False).bfloat16()]
     operator = LinearOperator(layers)
-    operator._kernels, operator._has_limit = library.kernels_of(built, torch.bfloat16), False
+    operator._kernels, operator.max_rows = library.kernels_of(built, torch.bfloat16), math.inf
     x = torch.randn(300, 96).bfloat16()
     whole = operator(x)
     for rows in (1, 2, 6, 17, 40, 64, 65, 130):

@@ -6,6 +6,7 @@ weights stay the model's own parameters: nothing is copied, and adapters, traini
 layers' own forward methods are the oracle of these operators, and run wherever the operators do not apply.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.functional import gelu, silu
 from ..kernels.int4_linear import Int4Linear, is_kernel_available
 from ..lora import LoraManager
 from .int4_operator import Int4Operator
-from .library import GELU, PLAIN, SILU, LinearOperator, NormOperator, finish
+from .library import GELU, PLAIN, SILU, Layer, LinearOperator, NormOperator, finish
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")  # transformers' `model_type`
 
@@ -48,9 +49,9 @@ class Projection:
         mode: int = PLAIN,
     ) -> None:
         operator: Any = Int4Operator if isinstance(layers[0], Int4Linear) else LinearOperator
-        self.fused: LinearOperator | Int4Operator = operator(layers, norm, mode)
+        self.fused: LinearOperator = operator(layers, norm, mode)
         self._product = self.fused if norm is None and mode == PLAIN else operator(layers)
-        self._layers, self._paths, self._lora, self._norm, self._mode = layers, paths, lora, norm, mode
+        self._layers, self.paths, self._lora, self._norm, self._mode = layers, paths, lora, norm, mode
 
     def refresh(self) -> None:
         """Read the addresses of the parameters again."""
@@ -60,11 +61,11 @@ class Projection:
 
     def __call__(self, x: Float[Tensor, "1 N E"], residual: Float[Tensor, "1 N F"] | None = None) -> Tensor:
         """Return the output, (1, N, F), added to `residual` if there is one."""
-        if self._lora is None or not self._lora.changes_any(self._paths):
+        if self._lora is None or not self._lora.changes_any(self.paths):
             return self.fused(x, residual)
         x = x if self._norm is None else self._norm(x)
         out, start = self._product(x), 0
-        for layer, path in zip(self._layers, self._paths, strict=True):
+        for layer, path in zip(self._layers, self.paths, strict=True):
             self._lora.apply(path, x, out[..., start : start + layer.out_features])
             start += layer.out_features
         return finish(out, self._mode, residual)
@@ -99,52 +100,69 @@ class LayerOperators:
             mlp, "mlp", "gate_up_proj", ("gate_proj", "up_proj"), norm=norms[2 if is_gemma else 1], mode=mode
         )
         self._down = project(mlp, "mlp", "down_proj", ())
-        self._layer_index, self._scale, self._head_dim = (
+        self._projections = self._qkv, self._output, self._gated, self._down
+        self._lora, self._paths = lora, [name for projection in self._projections for name in projection.paths]
+        self._layer_index, self._scale, head_dim = (
             _part(attention, name) for name in ("layer_idx", "scaling", "head_dim")
         )
-        self._num_heads = self._output.fused.in_features // self._head_dim
-        self._num_kv_heads = (self._qkv.fused.features // self._head_dim - self._num_heads) // 2
+        num_heads = self._output.fused.in_features // head_dim
+        num_kv_heads = (self._qkv.fused.features // head_dim - num_heads) // 2
+        self._head_counts = num_heads, num_kv_heads, num_kv_heads  # of queries, keys and values
         head_norms = [
             recognize_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)
         ]
-        self._head_norms = head_norms
-        self._head_norm_addresses: list[int | None] = [norm.address for norm in head_norms] or [None, None]
-        if head_norms and any(len(getattr(attention, name).weight) != self._head_dim for name in ("q_norm", "k_norm")):
+        if head_norms and any(len(getattr(attention, name).weight) != head_dim for name in ("q_norm", "k_norm")):
             raise UnrecognizedLayerError("its query and key norms are not of single heads")
-        self._rotate = norms[0].kernels.rotate
-        self._norms = norms
+        self._norms, self._kernels = [*norms, *head_norms], norms[0].kernels
+        self._struct = Layer(
+            *(projection.fused.address for projection in self._projections),
+            *((norms[1].address, norms[3].address) if is_gemma else (None, None)),
+            *([norm.address for norm in head_norms] or (None, None)),
+            *(num_heads, num_kv_heads, head_dim),
+        )
+        self._address = ctypes.addressof(self._struct)
+        self.refresh()
 
     def refresh(self) -> None:
         """Read the addresses of the parameters again."""
-        for projection in (self._qkv, self._output, self._gated, self._down):
-            projection.refresh()
-        for norm in (*self._norms, *self._head_norms):
-            norm.refresh()
+        operators: list[Projection | NormOperator] = [*self._projections, *self._norms]
+        for operator in operators:
+            operator.refresh()
+        self._max_rows = min(projection.fused.max_rows for projection in self._projections)
 
     def __call__(
         self, hidden_states: Float[Tensor, "1 N E"], *, position_embeddings: tuple[Tensor, Tensor], step: Any, **_: Any
     ) -> Float[Tensor, "1 N E"]:
         """Compute the layer; attention through `step.attend`."""
-        query, key, value = self._project(hidden_states, *position_embeddings)
+        hidden, rows, threads = hidden_states.contiguous(), hidden_states.shape[1], torch.get_num_threads()
+        cos, sin = (part.contiguous() for part in position_embeddings)
+        rotation = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+        is_fused = rows <= self._max_rows and (self._lora is None or not self._lora.changes_any(self._paths))
+        if is_fused:
+            joint = hidden.new_empty(1, rows, self._qkv.fused.features)
+            self._kernels.before_attention(self._address, hidden.data_ptr(), rows, *rotation, joint.data_ptr(), threads)
+        else:
+            joint = self._qkv(hidden)
+            self._kernels.rotate(self._address, joint.data_ptr(), rows, *rotation, threads)
+        by_head = joint.view(1, rows, -1, self._struct.head_dim).transpose(1, 2)
+        query, key, value = by_head.split_with_sizes(self._head_counts, 1)
         attended = step.attend(self._layer_index, query, key, value, self._scale, None).flatten(2)
+        if not is_fused:
+            return self._finish(attended, hidden)
+        attended, out = attended.contiguous(), torch.empty_like(hidden)
+        self._kernels.after_attention(
+            self._address, attended.data_ptr(), hidden.data_ptr(), rows, out.data_ptr(), threads
+        )
+        return out
+
+    def _finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Compute what follows attention, one projection after the other."""
         if self._post_norms is None:
-            hidden = self._output(attended, hidden_states)
+            hidden = self._output(attended, hidden)
             return self._down(self._gated(hidden), hidden)
         attention_norm, mlp_norm = self._post_norms
-        hidden = attention_norm(self._output(attended), hidden_states)
+        hidden = attention_norm(self._output(attended), hidden)
         return mlp_norm(self._down(self._gated(hidden)), hidden)
-
-    def _project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Return queries (1, H, N, D), keys and values (1, G, N, D), rotated."""
-        joint, heads, kv_heads = self._qkv(hidden), self._num_heads, self._num_kv_heads
-        cos, sin = cos.contiguous(), sin.contiguous()
-        num_rows, width = joint.shape[1:]
-        self._rotate(
-            *(joint.data_ptr(), num_rows, width, heads, kv_heads, self._head_dim),
-            *(*self._head_norm_addresses, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], torch.get_num_threads()),
-        )
-        by_head = joint.unflatten(-1, (heads + 2 * kv_heads, self._head_dim)).transpose(1, 2)
-        return by_head[:, :heads], by_head[:, heads : heads + kv_heads], by_head[:, heads + kv_heads :]
 
 
 def recognize_norm(module: Any) -> NormOperator:

@@ -1,32 +1,32 @@
 """Linear layers with 4-bit weights, with the norm before and the gating or residual behind."""
 
-from collections.abc import Sequence
-from typing import Any
+import ctypes
+import math
 
 import torch
-from jaxtyping import BFloat16
 from torch import Tensor
 
-from ..kernels.int4_linear import PANEL, JointWeight, linear_int4
-from .library import PLAIN, SILU, NormOperator, finish
+from ..kernels.int4_linear import PANEL, JointWeight, linear_int4, load_kernel
+from .library import LinearOperator, load_kernels
 
 
-class Int4Operator:
-    """Counterpart of `LinearOperator` for `Int4Linear` layers, in bfloat16."""
+class Int4Operator(LinearOperator):
+    """`LinearOperator` of `Int4Linear` layers, in bfloat16."""
 
-    def __init__(self, layers: Sequence[Any], norm: NormOperator | None = None, mode: int = PLAIN) -> None:
-        self._layers, self._norm, self._mode = layers, norm, mode
-        num_outputs = sum(layer.out_features for layer in layers)
-        self.features = num_outputs if mode == PLAIN else num_outputs // 2
-        self.in_features = layers[0].in_features
-        self.refresh()
+    def _init_kernels(self) -> None:
+        self._kernels = load_kernels(torch.bfloat16)
+        self._struct.int4 = ctypes.cast(load_kernel(), ctypes.c_void_p)
 
     def refresh(self) -> None:
-        """Find out again whether one product with all weights computes all layers, and read the norm's address."""
+        """Read the addresses of the parameters again."""
         if self._norm is not None:
             self._norm.refresh()
         joint, features = self._layers[0].joint_weight, sum(layer.out_features for layer in self._layers)
-        self._joint = joint if joint is not None and joint.features == features and self._is_part_of(joint) else None
+        self.max_rows = 0
+        if joint is not None and joint.features == features and self._is_part_of(joint):
+            part, self.max_rows = self._parts[0], math.inf  # one product computes all layers
+            part.weight, part.features = joint.packed.data_ptr(), joint.features
+            part.bias = None if joint.bias is None else joint.bias.data_ptr()
 
     def _is_part_of(self, joint: JointWeight) -> bool:
         """Return whether weights and biases are where the joint weight has them."""
@@ -40,15 +40,7 @@ class Int4Operator:
             start += layer.out_features
         return True
 
-    def __call__(
-        self, x: BFloat16[Tensor, "*n E"], residual: BFloat16[Tensor, "*n F"] | None = None
-    ) -> BFloat16[Tensor, "*n F"]:
-        """Return the output, added to `residual` if there is one."""
-        x, joint = x if self._norm is None else self._norm(x), self._joint
-        if joint is None:
-            out = torch.cat([linear_int4(x, part.weight, part.bias, part.out_features) for part in self._layers], -1)
-        elif self._mode == SILU and joint.features % (2 * PANEL) == 0:
-            return linear_int4(x, joint.packed, joint.bias, self.features, is_gated=True)
-        else:
-            out = linear_int4(x, joint.packed, joint.bias, joint.features)
-        return finish(out, self._mode, residual)
+    def _multiply(self, x: Tensor) -> Tensor:
+        """Return the outputs of all layers, each by a product of its own."""
+        parts = [linear_int4(x, part.weight, part.bias, part.out_features) for part in self._layers]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

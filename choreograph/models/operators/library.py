@@ -1,6 +1,7 @@
 """C++ operators of decoder layers, compiled on demand, and their Python signatures."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -22,10 +23,12 @@ PLAIN, SILU, GELU = range(3)  # what a linear operator does behind the product; 
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {  # as in operators.cpp
-    "linear": (*(_POINTER, _LONG, _POINTER, _LONG), *(_POINTER, _LONG, _LONG), *(_POINTER, _POINTER, _LONG)),
-    "norm": (*(_POINTER, _POINTER, _LONG, _LONG), *(_POINTER, _POINTER, _LONG)),
+    "linear": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG),
+    "norm": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG),
     "gate": (_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG),
-    "rotate": (*(_POINTER, _LONG, _LONG), *(_LONG, _LONG, _LONG), *(_POINTER,) * 4, _LONG, _LONG),
+    "rotate": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG),
+    "before_attention": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG),
+    "after_attention": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG),
 }
 
 
@@ -41,6 +44,26 @@ class _Norm(ctypes.Structure):
     _fields_ = (("weight", _POINTER), ("eps", ctypes.c_float), ("adds_one", ctypes.c_int32))
 
 
+class _Linear(ctypes.Structure):
+    """Linear layers with one input (C++ `Linear`)."""
+
+    _fields_ = (
+        *(("parts", _POINTER), ("count", _LONG), ("norm", _POINTER)),
+        *((name, _LONG) for name in ("mode", "in_features", "features")),
+        ("int4", _POINTER),
+    )
+
+
+class Layer(ctypes.Structure):
+    """Decoder layer (C++ `Layer`): addresses of its operators, numbers of heads and their size."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("qkv", "output", "gated", "down")),
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, _LONG) for name in ("heads", "kv_heads", "head_dim")),
+    )
+
+
 class Kernels(NamedTuple):
     """Functions of the library for one dtype."""
 
@@ -48,6 +71,8 @@ class Kernels(NamedTuple):
     norm: Any
     gate: Any
     rotate: Any
+    before_attention: Any
+    after_attention: Any
 
 
 @cache
@@ -125,20 +150,32 @@ class LinearOperator:
         norm: of the input.
         mode: PLAIN; SILU and GELU apply the activation to the first half of the output features, and multiply it by the
             second half.
+
+    `max_rows` is the number of rows up to which the kernel computes the product; beyond, PyTorch does.
     """
 
+    max_rows: float
+
     def __init__(self, layers: Sequence[nn.Linear], norm: NormOperator | None = None, mode: int = PLAIN) -> None:
-        self._layers, self.norm, self._mode = layers, norm, mode
+        self._layers: Sequence[Any] = layers
+        self._norm, self._mode = norm, mode
         features = [layer.out_features for layer in layers]
         if mode != PLAIN and len(features) == 1:  # a joint projection
             features = [features[0] // 2] * 2
         self.features = sum(features) if mode == PLAIN else features[0]  # of the output
         self.in_features = layers[0].in_features
         self._parts = (_Part * len(features))(*(_Part(None, None, count) for count in features))
-        dtype = layers[0].weight.dtype
-        self._kernels = load_kernels(dtype)
-        self._has_limit = dtype == torch.float32
+        norm_address = None if norm is None else norm.address
+        self._struct = _Linear(
+            ctypes.addressof(self._parts), len(features), norm_address, mode, self.in_features, self.features, None
+        )
+        self.address = ctypes.addressof(self._struct)
+        self._init_kernels()
         self.refresh()
+
+    def _init_kernels(self) -> None:
+        dtype = self._layers[0].weight.dtype
+        self._kernels, self.max_rows = load_kernels(dtype), MAX_OWN_ROWS if dtype == torch.float32 else math.inf
 
     def refresh(self) -> None:
         """Read the addresses of the parameters again."""
@@ -153,8 +190,8 @@ class LinearOperator:
             size = weights[0].element_size() * first.features
             second.weight = first.weight + size * self.in_features
             second.bias = None if first.bias is None else first.bias + size
-        if self.norm is not None:
-            self.norm.refresh()
+        if self._norm is not None:
+            self._norm.refresh()
 
     def __call__(
         self, x: Float[Tensor, "*n E"], residual: Float[Tensor, "*n F"] | None = None
@@ -162,22 +199,19 @@ class LinearOperator:
         """Return the output, added to `residual` if there is one."""
         x = x.contiguous()
         rows = x.numel() // self.in_features
-        if self._has_limit and rows > MAX_OWN_ROWS:
-            return self._multiply_many(x, residual)
+        if rows > self.max_rows:
+            x = x if self._norm is None else self._norm(x)
+            return finish(self._multiply(x), self._mode, residual)
         residual = None if residual is None else residual.contiguous()
         out = x.new_empty(*x.shape[:-1], self.features)
-        self._kernels.linear(
-            *(self._parts, len(self._parts), None if self.norm is None else self.norm.address, self._mode),
-            *(x.data_ptr(), rows, self.in_features),
-            *(None if residual is None else residual.data_ptr(), out.data_ptr(), torch.get_num_threads()),
-        )
+        residual_ptr = None if residual is None else residual.data_ptr()
+        self._kernels.linear(self.address, x.data_ptr(), rows, residual_ptr, out.data_ptr(), torch.get_num_threads())
         return out
 
-    def _multiply_many(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Compute `__call__` with PyTorch's products."""
-        x = x if self.norm is None else self.norm(x)
+    def _multiply(self, x: Tensor) -> Tensor:
+        """Return the outputs of all layers, as PyTorch computes them."""
         parts = [linear(x, layer.weight, layer.bias) for layer in self._layers]
-        return finish(parts[0] if len(parts) == 1 else torch.cat(parts, -1), self._mode, residual)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def finish(out: Float[Tensor, "*n P"], mode: int, residual: Float[Tensor, "*n F"] | None) -> Float[Tensor, "*n F"]:

@@ -54,7 +54,8 @@ class ModelOperators:
         self._operators.append((norm, recognize_norm(norm)))
         self._operators.append((head, Projection([check_linear(head)], [paths[head]], None)))
         owners = [owner for module, _ in self._operators for owner in module.modules()]
-        self._parts = [(owner._modules, name, part) for owner in owners for name, part in owner._modules.items()]
+        parts = [(owner._modules, name, part) for owner in owners for name, part in owner._modules.items()]
+        self._owners, self._names, self._parts = (list(column) for column in zip(*parts, strict=True))
         self._parameters: list[tuple[Any, str, torch.Size]] = [
             (owner._parameters, name, parameter.shape)
             for owner in owners
@@ -82,7 +83,7 @@ class ModelOperators:
         """Return whether the owner changed the model; read addresses of parameters again that moved."""
         if self._is_outdated:
             return True
-        if any(modules.get(name) is not part for modules, name, part in self._parts):
+        if list(map(dict.get, self._owners, self._names)) != self._parts:
             self._is_outdated = True
         elif (addresses := self._read_addresses()) != self._addresses:
             kinds = {self._dtype, torch.uint8}  # the latter: weights of 4 bits

@@ -243,21 +243,85 @@ inline vec activate(vec x, bool is_gelu) {
 // Consecutive output features: weights (features, in), biases or null. Mirrors `_Part` in library.py.
 struct Part { const void *weight, *bias; int64_t features; };
 
+// Linear layers with one input, the norm before them and what follows. Mirrors `_Linear`.
+struct Linear {
+  const Part* parts;
+  int64_t count;
+  const Norm* norm;
+  int64_t mode, in, features;
+  void (*int4)(const void*, int64_t, int64_t, const void*, const void*, void*, int64_t, int64_t, bool);  // or null
+};
+
+// Decoder layer. Mirrors `_Layer`.
+struct Layer {
+  const Linear *qkv, *output, *gated, *down;
+  const Norm *attention_norm, *mlp_norm;  // of the outputs of both blocks, or null
+  const Norm *query_norm, *key_norm;      // of single heads, or null
+  int64_t queries, keys, width;           // heads and their size
+};
+
 namespace {
 
 enum Mode { PLAIN, SILU, GELU };  // the latter: of the first part, times the second
 
 template <class T>
-void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x, int64_t rows, int64_t in,
-            const T* residual, T* out, int threads) {
-  if (rows == 0) return;  // the output layer of a step in which no token is sampled
-  typedef Input<T> In;
-  int64_t padded = (in + STRIP - 1) / STRIP * STRIP, features = 0, chunks = 0;
-  int outputs = mode == PLAIN ? count : 1;  // parts that have output features
-  for (int p = 0; p < outputs; p++) {
-    features += parts[p].features;
-    chunks += (parts[p].features + CHUNK - 1) / CHUNK;
+void apply_norm(const Norm& of, const T* x, int64_t rows, int64_t width, const T* residual, T* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows >= 16)
+  for (int64_t r = 0; r < rows; r++) {
+    T* to = out + r * width;
+    normalize(x + r * width, width, of, to);
+    if (residual)
+      for (int64_t i = 0; i < width; i++) from_float(to_float(to[i]) + to_float(residual[r * width + i]), to[i]);
   }
+}
+
+// The activation of the first half of each row, times the second: x (rows, 2 * width) -> out (rows, width).
+template <class T>
+void apply_gate(int mode, const T* x, int64_t rows, int64_t width, T* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows >= 16)
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < width; i += LANES) {
+      const T* from = x + r * 2 * width + i;
+      int count = std::min<int64_t>(LANES, width - i);
+      float factors[LANES] = {};
+      for (int l = 0; l < count; l++) factors[l] = to_float(from[l]);
+      store(factors, activate(load(factors), mode == GELU));
+      for (int l = 0; l < count; l++)
+        from_float(rounded<T>(factors[l]) * to_float(from[width + l]), out[r * width + i + l]);
+    }
+}
+
+// The packed weight of 4 bits is that of the first part.
+template <class T>
+void linear_int4(const Linear& of, const T* x, int64_t rows, const T* residual, T* out, int threads) {
+  Buffer<T> normalized, product;
+  if (of.norm) {
+    T* to = normalized.reserve(rows * of.in);
+    apply_norm<T>(*of.norm, x, rows, of.in, nullptr, to, threads);
+    x = to;
+  }
+  bool gates = of.mode == SILU && of.features % CHUNK == 0;  // within the product
+  T* to = gates || of.mode == PLAIN ? out : product.reserve(rows * of.parts->features);
+  int64_t features = gates ? of.features : of.parts->features;
+  of.int4(x, rows, of.in, of.parts->weight, of.parts->bias, to, features, threads, gates);
+  if (to != out) apply_gate(of.mode, to, rows, of.features, out, threads);
+  int64_t count = residual ? rows * of.features : 0;
+#pragma omp parallel for num_threads(threads) if (rows >= 16)
+  for (int64_t i = 0; i < count; i++) from_float(to_float(out[i]) + to_float(residual[i]), out[i]);
+}
+
+template <class T>
+void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* out, int threads) {
+  if (rows == 0) return;  // the output layer of a step in which no token is sampled
+  if (of.int4) return linear_int4<T>(of, x, rows, residual, out, threads);
+  typedef Input<T> In;
+  const Part* parts = of.parts;
+  const Norm* norm = of.norm;
+  const int count = of.count, mode = of.mode;
+  const int64_t in = of.in;
+  int64_t padded = (in + STRIP - 1) / STRIP * STRIP, features = of.features, chunks = 0;
+  int outputs = mode == PLAIN ? count : 1;  // parts that have output features
+  for (int p = 0; p < outputs; p++) chunks += (parts[p].features + CHUNK - 1) / CHUNK;
   static thread_local Buffer<In> buffer;
   bool copies = norm || padded != in || !std::is_same<T, In>::value;
   In* prepared = copies ? buffer.reserve(rows * padded) : nullptr;
@@ -374,45 +438,17 @@ void linear(const Part* parts, int count, const Norm* norm, int mode, const T* x
   }
 }
 
+// In place, x as `before_attention` gives it: the norms of queries and keys, where there are any, then their rotation.
+// cos, sin: (rows, rotated) as transformers computes them, whose halves are equal.
 template <class T>
-void norm(const Norm& of, const T* x, int64_t rows, int64_t width, const T* residual, T* out, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows >= 16)
-  for (int64_t r = 0; r < rows; r++) {
-    T* to = out + r * width;
-    normalize(x + r * width, width, of, to);
-    if (residual)
-      for (int64_t i = 0; i < width; i++) from_float(to_float(to[i]) + to_float(residual[r * width + i]), to[i]);
-  }
-}
-
-// The activation of the first half of each row, times the second: x (rows, 2 * width) -> out (rows, width).
-template <class T>
-void gate(int mode, const T* x, int64_t rows, int64_t width, T* out, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows >= 16)
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < width; i += LANES) {
-      const T* from = x + r * 2 * width + i;
-      int count = std::min<int64_t>(LANES, width - i);
-      float factors[LANES] = {};
-      for (int l = 0; l < count; l++) factors[l] = to_float(from[l]);
-      store(factors, activate(load(factors), mode == GELU));
-      for (int l = 0; l < count; l++)
-        from_float(rounded<T>(factors[l]) * to_float(from[width + l]), out[r * width + i + l]);
-    }
-}
-
-// In place, x (rows, heads * width): the norms of the first `queries` heads and of the next `keys`, where they are not
-// null, then their rotation. cos, sin: (rows, rotated) as transformers computes them, whose halves are equal.
-template <class T>
-void rotate(T* x, int64_t rows, int64_t stride, int queries, int keys, int width, const Norm* query_norm,
-            const Norm* key_norm, const T* cos, const T* sin, int rotated, int threads) {
+void rotate(const Layer& of, T* x, int64_t rows, const T* cos, const T* sin, int rotated, int threads) {
   int half = rotated / 2;
 #pragma omp parallel for num_threads(threads) if (rows >= 16)
   for (int64_t r = 0; r < rows; r++)
-    for (int h = 0; h < queries + keys; h++) {
-      T* head = x + r * stride + h * width;
+    for (int h = 0; h < of.queries + of.keys; h++) {
+      T* head = x + r * of.qkv->features + h * of.width;
       const T *c = cos + r * rotated, *s = sin + r * rotated;
-      if (const Norm* norm = h < queries ? query_norm : key_norm) normalize(head, width, *norm, head);
+      if (const Norm* norm = h < of.queries ? of.query_norm : of.key_norm) normalize(head, of.width, *norm, head);
       for (int i = 0; i < half; i++) {
         float a = to_float(head[i]), b = to_float(head[half + i]);
         from_float(a * to_float(c[i]) - b * to_float(s[i]), head[i]);
@@ -421,26 +457,55 @@ void rotate(T* x, int64_t rows, int64_t stride, int queries, int keys, int width
     }
 }
 
+// Queries, keys and values of all heads, rotated: (rows, (queries + 2 * keys) * width).
+template <class T>
+void before_attention(const Layer& of, const T* x, int64_t rows, const T* cos, const T* sin, int rotated, T* out,
+                      int threads) {
+  linear<T>(*of.qkv, x, rows, nullptr, out, threads);
+  rotate(of, out, rows, cos, sin, rotated, threads);
+}
+
+// What follows attention; `x` is the input of the layer.
+template <class T>
+void after_attention(const Layer& of, const T* attended, const T* x, int64_t rows, T* out, int threads) {
+  Buffer<T> hidden_buffer, inner_buffer;
+  int64_t width = of.output->features;
+  T *hidden = hidden_buffer.reserve(rows * width), *inner = inner_buffer.reserve(rows * of.gated->features);
+  auto block = [&](const Linear& last, const Norm* norm, const T* input, const T* residual, T* to) {
+    linear<T>(last, input, rows, norm ? nullptr : residual, to, threads);
+    if (norm) apply_norm<T>(*norm, to, rows, width, residual, to, threads);
+  };
+  block(*of.output, of.attention_norm, attended, x, hidden);
+  linear<T>(*of.gated, hidden, rows, nullptr, inner, threads);
+  block(*of.down, of.mlp_norm, inner, hidden, out);
+}
+
 }  // namespace
 
 #define OPERATORS(T, NAME)                                                                                            \
-  extern "C" void choreograph_linear_##NAME(const Part* parts, int64_t count, const Norm* norm, int64_t mode,         \
-                                            const T* x, int64_t rows, int64_t in, const T* residual, T* out,          \
+  extern "C" void choreograph_linear_##NAME(const Linear* of, const T* x, int64_t rows, const T* residual, T* out,    \
                                             int64_t threads) {                                                        \
-    linear<T>(parts, count, norm, mode, x, rows, in, residual, out, threads);                                         \
+    linear<T>(*of, x, rows, residual, out, threads);                                                                  \
   }                                                                                                                   \
   extern "C" void choreograph_norm_##NAME(const Norm* of, const T* x, int64_t rows, int64_t width, const T* residual, \
                                           T* out, int64_t threads) {                                                  \
-    norm<T>(*of, x, rows, width, residual, out, threads);                                                             \
+    apply_norm<T>(*of, x, rows, width, residual, out, threads);                                                       \
   }                                                                                                                   \
   extern "C" void choreograph_gate_##NAME(int64_t mode, const T* x, int64_t rows, int64_t width, T* out,              \
                                           int64_t threads) {                                                          \
-    gate<T>(mode, x, rows, width, out, threads);                                                                      \
+    apply_gate<T>(mode, x, rows, width, out, threads);                                                                \
   }                                                                                                                   \
-  extern "C" void choreograph_rotate_##NAME(T* x, int64_t rows, int64_t stride, int64_t queries, int64_t keys,        \
-                                            int64_t width, const Norm* query_norm, const Norm* key_norm,              \
-                                            const T* cos, const T* sin, int64_t rotated, int64_t threads) {           \
-    rotate<T>(x, rows, stride, queries, keys, width, query_norm, key_norm, cos, sin, rotated, threads);               \
+  extern "C" void choreograph_rotate_##NAME(const Layer* of, T* x, int64_t rows, const T* cos, const T* sin,          \
+                                            int64_t rotated, int64_t threads) {                                       \
+    rotate<T>(*of, x, rows, cos, sin, rotated, threads);                                                              \
+  }                                                                                                                   \
+  extern "C" void choreograph_before_attention_##NAME(const Layer* of, const T* x, int64_t rows, const T* cos,        \
+                                                      const T* sin, int64_t rotated, T* out, int64_t threads) {       \
+    before_attention<T>(*of, x, rows, cos, sin, rotated, out, threads);                                               \
+  }                                                                                                                   \
+  extern "C" void choreograph_after_attention_##NAME(const Layer* of, const T* attended, const T* x, int64_t rows,    \
+                                                     T* out, int64_t threads) {                                       \
+    after_attention<T>(*of, attended, x, rows, out, threads);                                                         \
   }
 OPERATORS(float, float)
 OPERATORS(bf16, bf16)
