@@ -16,7 +16,7 @@ from ...request.request import Request
 from .strategy import ContextView
 
 ROWS = 256  # query tokens whose attention weights are in memory at once
-OBSERVED_LAYERS = 0.6, 1.0  # first and end of those whose attention counts, as shares of the layers
+OBSERVED_LAYERS = 0.5, 0.65  # first and end of those whose attention counts, as shares of the layers
 
 
 class ProbeContext:
