@@ -15,6 +15,7 @@ prefill of as many tokens and one decode step. `--answers hotpotqa nq_oracle` an
 
 import argparse
 import json
+import math
 import random
 import statistics
 from collections import defaultdict
@@ -32,7 +33,9 @@ from choreograph import Budget, Engine, Message, Repair, SamplingParams, Session
 from choreograph.api.chat import Turn
 from choreograph.console import print_table
 from choreograph.features.agent_tags import RequestTag, tag_requests
+from choreograph.features.repair.attention import select_attended
 from choreograph.features.repair.options import REPAIR_STRATEGIES
+from choreograph.features.repair.strategy import ContextView, Strategy, TokenRanges
 from choreograph.lab.evaluation.experiment import example_seed
 from choreograph.lab.evaluation.metrics import f1
 from choreograph.lab.evaluation.statistics import Estimate, bootstrap, ratio
@@ -49,6 +52,7 @@ from .quality import PLANS, examples_of
 
 RUNS = ("qa-nq_oracle", "math-tree_of_thoughts", "math-mad_par", "math-mad_iter", "bsm", "pd-none")
 SHARES = (0.1, 0.2, 0.4)
+LATE = 0.6, 1.0  # layers that InfoFlow KV observes (arXiv:2603.05353), as shares
 TITLES = {
     "qa-nq_oracle": "MultiQA",
     "math-tree_of_thoughts": "Tree of Thoughts",
@@ -56,6 +60,30 @@ TITLES = {
     "math-mad_iter": "iterative debate",
     "bsm": "Branch-Solve-Merge",
     "pd-none": "Prisoner's Dilemma",
+}
+
+
+def select_parents(view: ContextView) -> list[TokenRanges]:
+    """Select the first tokens of the parents that the header attends to most, each whole before the next."""
+    assert view.attention is not None
+    lengths = [len(parent.tokens) for parent in view.parents]
+    attention = [part.sum().item() for part in view.attention.split(lengths)]
+    lengths = [0 if parent.is_exact else length for parent, length in zip(view.parents, lengths, strict=True)]
+    selected: list[TokenRanges] = [[] for _ in lengths]
+    remaining = math.ceil(view.share * sum(lengths))
+    for index in sorted(range(len(lengths)), key=lambda index: -attention[index]):
+        if num_tokens := min(lengths[index], remaining):
+            selected[index] = [(0, num_tokens)]
+            remaining -= num_tokens
+    return selected
+
+
+STRATEGIES = {  # by name, also others than the library's
+    **REPAIR_STRATEGIES,
+    "blocks of 4": Strategy(partial(select_attended, block_size=4), reads_prompt=True),
+    "blocks of 4, late": Strategy(partial(select_attended, block_size=4), reads_prompt=True, observed_layers=LATE),
+    "blocks of 32, late": Strategy(select_attended, reads_prompt=True, observed_layers=LATE),
+    "parents": Strategy(select_parents, reads_prompt=True),
 }
 
 
@@ -399,7 +427,7 @@ def main() -> None:
     options.add_argument("--skip", type=int, default=0, help="examples to leave out at the start")
     options.add_argument("--max-tokens", type=int, default=64, help="of a message")
     options.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
-    options.add_argument("--strategies", nargs="*", default=list(REPAIR_STRATEGIES))
+    options.add_argument("--strategies", nargs="*", choices=STRATEGIES, default=list(REPAIR_STRATEGIES))
     options.add_argument("--cost", action="store_true", help="measure first tokens of retrieval and votes instead")
     options.add_argument("--answers", nargs="*", default=(), help="data of questions over documents to answer instead")
     options.add_argument("--early", action="store_true", help="compute prefills before the calls that read them")
@@ -410,7 +438,9 @@ def main() -> None:
     else:
         engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), Path(given.model).stem
     conditions: dict[str, Repair | None] = {"prefix": None, "reuse": None}
-    conditions |= {f"{kind} {share:g}": Repair(share, kind) for share in given.shares for kind in given.strategies}
+    conditions |= {
+        f"{kind} {share:g}": Repair(share, STRATEGIES[kind]) for share in given.shares for kind in given.strategies
+    }
     if given.cost:
         measure_costs(engine, name, given.data, given.limit, conditions)
         return

@@ -16,7 +16,6 @@ from ...request.request import Request
 from .strategy import ContextView
 
 ROWS = 256  # query tokens whose attention weights are in memory at once
-OBSERVED_LAYERS = 0.5, 0.65  # first and end of those whose attention counts, as shares of the layers
 
 
 class ProbeContext:
@@ -134,12 +133,16 @@ class AttentionObserver:
     Reads the queries of some layers after they have attended (`AttentionHook`).
     """
 
-    def __init__(self, view: ContextView, request: Request) -> None:
-        """Observe a request that computes the call's prompt over the context."""
+    def __init__(self, view: ContextView, request: Request, layers: tuple[float, float]) -> None:
+        """Observe a request that computes the call's prompt over the context.
+
+        Args:
+            layers: first and end of those that count, as shares of all.
+        """
         self._pool, self._specs = view.core.cache_manager.pool, view.core.hf_model.model_info.attention_specs
         self._slices = [kv_slice for parent in view.parents for kv_slice in parent.slices]
         self._request = request
-        first, end = (round(share * len(self._pool.keys)) for share in OBSERVED_LAYERS)
+        first, end = (round(share * len(self._pool.keys)) for share in layers)
         self._layers = range(min(first, end - 1), end)
         self.num_layers = self._layers.stop
         self._steps: dict[tuple[bool, ...], _ObservedStep] = {}  # the current one, by visible slices
