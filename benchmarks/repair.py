@@ -18,6 +18,7 @@ import json
 import math
 import random
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -45,7 +46,7 @@ from choreograph.lab.workflows.tree_of_thoughts import VOTE
 from choreograph.outputs import Mode
 from choreograph.viz import Point
 
-from .common import FIGURES, interval, keep_supporting, last_result, merge_results, provenance, seconds, write
+from .common import FIGURES, interval, keep_supporting, last_result, merge_results, provenance, write
 from .common import engine as make_engine
 from .plots import repair_curves
 from .quality import PLANS, examples_of
@@ -241,6 +242,9 @@ def questions_of(data: Path, name: str) -> list[Question]:
     return questions
 
 
+Clock = Callable[[], float]  # seconds
+
+
 class Read(NamedTuple):
     """Encoded messages, and the header of a call that reads them."""
 
@@ -276,21 +280,25 @@ def reads_of(data: Path, limit: int) -> dict[str, list[Callable[[Session], Read]
 
 
 def first_token(
-    engine: Engine, read: Callable[[Session], Read], mode: Mode, repair: Repair | None
+    engine: Engine, read: Callable[[Session], Read], mode: Mode, repair: Repair | None, clock: Clock
 ) -> tuple[float, float, Message]:
-    """Call over encoded messages; return TTFT and the time of a decode step, in seconds."""
+    """Call over encoded messages; return the time to first token and that of a decode step, in seconds."""
     engine.clear_cache()
     with engine.session(mode=mode, repair=repair, seed=0) as session:
         parents, header = read(session)
         for parent in parents if mode == "choreographed" else ():
             parent.wait_encoded()
         answer = session.decode(header, parents, temperature=0, max_tokens=9, ignore_eos=True)
-        timing = answer.result().timing
-        assert timing.ttft is not None and timing.e2e is not None
-        return timing.ttft, (timing.e2e - timing.ttft) / 8, answer
+        start = clock()
+        next(answer.stream())
+        first = clock()
+        answer.result()
+        return first - start, (clock() - first) / 8, answer
 
 
-def measure_costs(engine: Engine, name: str, data: Path, limit: int, conditions: Mapping[str, Repair | None]) -> None:
+def measure_costs(
+    engine: Engine, name: str, data: Path, limit: int, conditions: Mapping[str, Repair | None], clock: Clock
+) -> None:
     """Print and save what the first token costs under each condition, paired by read."""
     for kind, reads in reads_of(data, limit).items():
         ttft, bounds, repaired = (defaultdict[str, list[float]](list) for _ in range(3))
@@ -298,15 +306,15 @@ def measure_costs(engine: Engine, name: str, data: Path, limit: int, conditions:
             times = {}
             for condition in random.Random(number).sample(list(conditions), len(conditions)):
                 mode: Mode = "prefix" if condition == "prefix" else "choreographed"
-                times[condition] = first_token(engine, read, mode, conditions[condition])
-            for condition, (seconds_, _, answer) in times.items() if number else ():  # the first one warms up
-                ttft[condition].append(seconds_)
+                times[condition] = first_token(engine, read, mode, conditions[condition], clock)
+            for condition, (value, _, answer) in times.items() if number else ():  # the first one warms up
+                ttft[condition].append(value)
                 if num_tokens := answer.usage.repaired_tokens:
-                    bound = times["reuse"][0] + 1.25 * prefill_seconds(engine, num_tokens) + times["reuse"][1]
+                    bound = times["reuse"][0] + 1.25 * prefill_seconds(engine, num_tokens, clock) + times["reuse"][1]
                     bounds[condition].append(bound)
                     repaired[condition].append(num_tokens)
             ttft["decode step"] += [times["reuse"][1]] if number else []
-            ttft["prefill of 256 tokens"] += [prefill_seconds(engine, 256)] if number else []
+            ttft["prefill of 256 tokens"] += [prefill_seconds(engine, 256, clock)] if number else []
         records = []
         for condition, values in ttft.items():
             ratios = {
@@ -319,22 +327,26 @@ def measure_costs(engine: Engine, name: str, data: Path, limit: int, conditions:
             for key, (above, below) in ratios.items():
                 record[key] = below and median_of([a / b for a, b in zip(above, below, strict=True)])
             records.append(record)
-        update = {f"{kind}, {name}": {**provenance(), "n": limit, "rows": records}}
+        unit = "CPU time" if clock is time.process_time else "time"
+        title = f"{kind}, {name}, {torch.get_num_threads()} threads, {unit}"
+        update = {title: {**provenance(), "n": limit, "rows": records}}
         keep("costs", update)
         header = ["condition", "ms", "over reuse", "prefix mode over this", "over its bound", "repaired"]
         rows = [
             [one["condition"], *(show(one[key], ".3g") for key in ("ms", *ratios)), f"{one['tokens']:.0f}"]
             for one in records
         ]
-        print_table(Console(width=140), f"first token of a {kind}, {name}, n = {limit}", header, rows)
+        print_table(Console(width=140), f"first token: {title}, n = {limit}", header, rows)
 
 
-def prefill_seconds(engine: Engine, num_tokens: int) -> float:
+def prefill_seconds(engine: Engine, num_tokens: int, clock: Clock) -> float:
     """Time of a prefill of new tokens, with nothing in the cache."""
     engine.clear_cache()
     with engine.session() as session:
         prompt = session.prefill([7 + i % 1000 for i in range(num_tokens)])
-        return seconds(prompt.wait_encoded)
+        start = clock()
+        prompt.wait_encoded()
+        return clock() - start
 
 
 def median_of(values: Sequence[float]) -> dict[str, float]:
@@ -429,6 +441,9 @@ def main() -> None:
     options.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
     options.add_argument("--strategies", nargs="*", choices=STRATEGIES, default=list(REPAIR_STRATEGIES))
     options.add_argument("--cost", action="store_true", help="measure first tokens of retrieval and votes instead")
+    options.add_argument(
+        "--cpu-time", action="store_true", help="of --cost, for busy machines; use it with OMP_NUM_THREADS=1"
+    )
     options.add_argument("--answers", nargs="*", default=(), help="data of questions over documents to answer instead")
     options.add_argument("--early", action="store_true", help="compute prefills before the calls that read them")
     options.add_argument("--dtype", default="bfloat16")
@@ -442,7 +457,14 @@ def main() -> None:
         f"{kind} {share:g}": Repair(share, STRATEGIES[kind]) for share in given.shares for kind in given.strategies
     }
     if given.cost:
-        measure_costs(engine, name, given.data, given.limit, conditions)
+        measure_costs(
+            engine,
+            name,
+            given.data,
+            given.limit,
+            conditions,
+            time.process_time if given.cpu_time else time.perf_counter,
+        )
         return
     if given.answers:
         asked = {dataset: questions_of(given.data, dataset) for dataset in given.answers}
