@@ -81,9 +81,8 @@ def select_parents(view: ContextView) -> list[TokenRanges]:
 
 STRATEGIES = {  # by name, also others than the library's
     **REPAIR_STRATEGIES,
-    "blocks of 4": Strategy(partial(select_attended, block_size=4), reads_prompt=True),
-    "blocks of 4, late": Strategy(partial(select_attended, block_size=4), reads_prompt=True, observed_layers=LATE),
-    "blocks of 32, late": Strategy(select_attended, reads_prompt=True, observed_layers=LATE),
+    "late layers": Strategy(select_attended, reads_prompt=True, observed_layers=LATE),
+    "runs of 32": Strategy(partial(select_attended, block_size=32), reads_prompt=True),
     "parents": Strategy(select_parents, reads_prompt=True),
 }
 

@@ -1,12 +1,12 @@
-"""Repair strategy "attention": runs of tokens that the header attends to (ProphetKV).
+"""Repair strategy "attention": tokens that the header attends to (ProphetKV).
 
 The header is first computed over the reused context, up to the layers that are observed. A token's score is the
-attention that it receives there. ProphetKV selects single tokens by the last layers; see decision 0048.
+attention that it receives there.
 """
 
 from .strategy import ContextView, TokenRanges, select_by_score
 
-BLOCK_SIZE = 32  # tokens that are selected together
+BLOCK_SIZE = 4  # tokens that are selected together
 
 
 def select_attended(view: ContextView, block_size: int = BLOCK_SIZE) -> list[TokenRanges]:
