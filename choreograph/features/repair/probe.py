@@ -1,5 +1,6 @@
 """Attention over a context, of a dense pass or observed in steps."""
 
+from collections.abc import Iterable
 from typing import NamedTuple, cast
 
 import torch
@@ -15,7 +16,7 @@ from ...kv_cache.entry import KVEntry, KVSlice, context_reads
 from ...request.request import Request
 from .strategy import ContextView
 
-ROWS = 256  # query tokens whose attention weights are in memory at once
+ROWS = 64  # query tokens whose attention weights are in memory at once
 
 
 class ProbeContext:
@@ -169,23 +170,19 @@ class AttentionObserver:
             self._steps[visible] = _ObservedStep.of(slices, self._request.entry, position, query)
         step, spec = self._steps[visible], self._specs[layer]
         keys = to_float(self._pool.keys[layer].index_select(0, step.slots)).float().permute(1, 2, 0)  # G D K
-        parts = keys.split([length for _, length in step.shifts], dim=-1)
-        scores = torch.zeros(step.num_context, device=query.device)
+        parts, scores = keys.split(step.lengths, dim=-1), torch.zeros(step.num_context, device=query.device)
         for rows, distance in zip(query.float().split(ROWS, dim=1), step.distance.split(ROWS), strict=True):
             grouped = rows.unflatten(0, (len(keys), -1))  # G H/G B D
-            rotated = {shift: self._rotate(grouped, shift, spec.rope).flatten(1, 2) for shift, _ in step.shifts}
-            logits = torch.cat([rotated[shift] @ part for (shift, _), part in zip(step.shifts, parts, strict=True)], -1)
-            logits = logits.mul_(scale).view(len(query), *distance.shape)
-            weights = _attention_weights(logits, distance, step.num_context, spec, sinks)
+            logits = [turned @ part for turned, part in zip(step.rotate(grouped, spec.rope), parts, strict=True)]
+            weights = _attention_weights(
+                torch.cat(logits, dim=-1).mul_(scale).view(len(query), *distance.shape),
+                distance,
+                step.num_context,
+                spec,
+                sinks,
+            )
             scores += weights[..., : step.num_context].sum(dim=(0, 1))
         self._scores[layer, position] = scores
-
-    def _rotate(self, query: Tensor, shift: int, rope: Rope | None) -> Tensor:
-        """Rotate queries to the positions at which keys were computed."""
-        if rope is None or not shift:
-            return query
-        cos, sin = (torch.from_numpy(table).to(query.device) for table in rope.cos_sin([shift]))
-        return rotate(query, cos, -sin, rope.interleaved)
 
     @property
     def attention(self) -> Float[Tensor, " C"]:
@@ -197,7 +194,8 @@ class _ObservedStep(NamedTuple):
     """What the prompt's tokens of one step read: the context, then the prompt up to the last of them."""
 
     slots: Int[Tensor, " K"]
-    shifts: list[tuple[int, int]]  # shift of consecutive tokens, and their number
+    shifts: list[int]  # of each slice
+    lengths: list[int]  # tokens of each slice
     distance: Int[Tensor, "N K"]  # query position minus key position
     num_context: int  # tokens of the context
 
@@ -215,10 +213,19 @@ class _ObservedStep(NamedTuple):
         distance = torch.arange(position, position + num_rows)[:, None] - positions
         return cls(
             slots.to(query.device),
-            [(kv_slice.shift, kv_slice.num_tokens) for kv_slice in slices],
+            [kv_slice.shift for kv_slice in slices],
+            [kv_slice.num_tokens for kv_slice in slices],
             distance.to(query.device),
             len(slots) - num_own,
         )
+
+    def rotate(self, query: Float[Tensor, "G H/G B D"], rope: Rope | None) -> Iterable[Float[Tensor, "G M D"]]:
+        """Rotate queries, for each slice, to where its keys were computed."""
+        rows = query.flatten(1, 2)
+        if rope is None or not any(self.shifts):
+            return [rows] * len(self.shifts)
+        cos, sin = (torch.from_numpy(table).to(query.device)[:, None, None] for table in rope.cos_sin(self.shifts))
+        return rotate(rows.expand(len(cos), *rows.shape), cos, -sin, rope.interleaved)
 
 
 def probe_context(view: ContextView, tokens: list[int], *, num_layers: int) -> ProbeContext:

@@ -55,6 +55,7 @@ def select_by_score(view: ContextView, scores: Tensor, block_size: int) -> list[
     Returns:
         Ranges of each parent with, together, `view.share` of the tokens that are not exact.
     """
+    values = scores.tolist()
     blocks: list[tuple[float, int, int, int]] = []  # negative mean score, parent, start, end
     begin = budget = 0
     for index, parent in enumerate(view.parents):
@@ -63,7 +64,7 @@ def select_by_score(view: ContextView, scores: Tensor, block_size: int) -> list[
             budget += num_tokens
             for start in range(0, num_tokens, block_size):
                 end = min(start + block_size, num_tokens)
-                blocks.append((-scores[begin + start : begin + end].mean().item(), index, start, end))
+                blocks.append((-sum(values[begin + start : begin + end]) / (end - start), index, start, end))
         begin += num_tokens
     remaining = math.ceil(view.share * budget)
     selected: list[TokenRanges] = [[] for _ in view.parents]
