@@ -406,7 +406,7 @@ def ask(engine: Engine, question: Question, conditions: Mapping[str, Repair | No
             reader = prefix if condition == "prefix" else session
             parents, header = read_documents(reader, question)
             forced = reader.decode(header, parents, forced_tokens=target, repair=repair)
-            forced.on_logprobs(lambda row, condition=condition: rows[condition].append(row.clone()))
+            forced.on_logprobs(partial(append_copy, rows[condition]))
             calls[condition] = reader.decode(header, parents, temperature=0, max_tokens=12, repair=repair), forced
         engine.run_until_idle()
         expected = torch.stack(rows["prefix"])
@@ -421,6 +421,10 @@ def ask(engine: Engine, question: Question, conditions: Mapping[str, Repair | No
                 "repaired": max(message.usage.repaired_tokens for message in (answer, forced)),
             }
     return result
+
+
+def append_copy(rows: list[torch.Tensor], row: torch.Tensor) -> None:
+    rows.append(row.clone())
 
 
 def keep(key: str, update: Mapping[str, object]) -> None:
