@@ -12,7 +12,7 @@ from . import results_papers, results_reuse  # noqa: F401  they register their t
 from . import vllm as vllm_benchmark
 from .ray_scale import TRANSFERS, routers_of
 from .ray_workloads import WORKLOADS
-from .tables import by_measure, estimates, fill_tables, markdown, provenance_note, record, table
+from .tables import by_measure, estimates, fill_tables, format_provenance, markdown, provenance_note, record, table
 
 Result = Mapping[str, Any]  # of a benchmark, as its JSON file holds it
 
@@ -21,7 +21,7 @@ SUMMARY_PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 DETAIL_NAMES = ["workflows", "quality", "finetuning", "prompt_cache", "kvflow", "layer_reuse", "quantization", "repair"]
 PAGES = (
     SUMMARY_PAGE,
-    *(SUMMARY_PAGE.with_name(f"{name}.md") for name in ("scale", "explain", "vllm")),
+    *(SUMMARY_PAGE.with_name(f"{name}.md") for name in ("scale", "explain", "vllm", "repair")),
     *(DETAILS / f"{name}.md" for name in DETAIL_NAMES),
 )
 TITLES = {
@@ -463,6 +463,42 @@ def repair(result: Result) -> Any:
             title = ""
     head = "Workflow | Stage | Condition | log-loss gap | closed, % | KL | closed, % | TTFT, prefix mode over this"
     return f"{head} | repaired tokens", lines
+
+
+@table("repair-costs", "repair", provenance=False)
+def repair_costs(result: Result) -> Any:
+    """First tokens of retrieval and votes, over those of reuse, of prefix mode and of the bound."""
+    lines = []
+    for name, part in result["costs"].items():
+        title = f"{name}; n = {part['n']}"
+        for row in part["rows"]:
+            ratios = [
+                "-" if row[key] is None else f"{format_estimate(row[key], places=2)}x"
+                for key in ("over_reuse", "prefix_over", "over_bound")
+            ]
+            if row["condition"] in ("decode step", "prefill of 256 tokens"):
+                ratios = ["-"] * 3
+            cells = [row["condition"], format_estimate(row["ms"], places=0), f"{row['tokens']:.0f}", *ratios]
+            lines.append([title, *cells])
+            title = ""
+    head = "Call, model | Condition | first token, ms | tokens repaired | over reuse | prefix mode over this | over its bound"
+    return head, lines, f"`benchmarks/repair.py --cost`, {format_provenance(result['costs'].values())}."
+
+
+@table("repair-answers", "repair", provenance=False)
+def repair_answers(result: Result) -> Any:
+    """F1 of retrieval, and what is closed of the divergence from prefix mode."""
+    lines = []
+    for name, part in result["answers"].items():
+        title = f"{name}; n = {part['n']}"
+        for row in part["rows"]:
+            cells = [row["condition"], f"{row['repaired_tokens']:.0f}", f"{row['right']:.0f}"]
+            cells += [format_estimate(row["f1"]), format_estimate(row["f1_change"], sign=True)]
+            cells += [format_estimate(row["kl"], places=3), format_estimate(row["kl_closed"], 100, places=0)]
+            lines.append([title, *cells])
+            title = ""
+    head = "Questions, model | Condition | tokens repaired | right | F1 | minus prefix mode | KL | closed, %"
+    return head, lines, f"`benchmarks/repair.py --answers`, {format_provenance(result['answers'].values())}."
 
 
 @table("budget", "budget")

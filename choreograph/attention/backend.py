@@ -114,8 +114,18 @@ def _create_triton_backend(device: torch.device) -> Backend:
     return FunctionBackend("triton", triton_backend.attend, triton_backend.write)
 
 
-# called with a layer, queries (H, N, D) of consecutive tokens, the first one's position, the scale and the sinks (H,)
-AttentionHook = Callable[[int, Tensor, int, float, Tensor | None], None]
+class AttentionHook(Protocol):
+    """What gets the queries of a request's tokens after each layer."""
+
+    num_layers: int  # layers that it needs; if a batch has no other rows, the rest are not computed
+
+    def __call__(self, layer: int, query: Tensor, position: int, scale: float, sinks: Tensor | None) -> None:
+        """Take the queries (H, N, D) of consecutive tokens, whose keys and values are written.
+
+        Args:
+            position: of the first token.
+            sinks: (H,).
+        """
 
 
 class HookedRows(NamedTuple):

@@ -104,6 +104,12 @@ class Batch:
             self.sampled_rows.append(self.sampled_rows[-1] + 1)
 
     @property
+    def num_layers(self) -> int | None:
+        """First layers that are computed, if hooks alone need the result; None for all."""
+        num_hooked = sum(rows.end - rows.start for rows in self.hooked)
+        return max(rows.hook.num_layers for rows in self.hooked) if num_hooked == len(self.tokens) else None
+
+    @property
     def logits_rows(self) -> list[int]:
         """Batch rows whose logits are needed: sampled ones, then scored ones."""
         return self.sampled_rows + [row for scored in self.scored.values() for row in scored.rows]

@@ -59,6 +59,9 @@ class ModelRunner:
                 forward_context.injected_hidden = {first: _hidden_inputs(batch, self._pool, first)} if first else {}
                 hf_model.forward_layers(first, end, batch.tokens, batch.positions, forward_context, batch.models)
             return None
+        if batch.num_layers is not None and hf_model.can_run_layers:
+            hf_model.forward_layers(0, batch.num_layers, batch.tokens, batch.positions, forward_context, batch.models)
+            return None
         rows = batch.logits_rows
         if hf_model.tp_group is None:
             logits = hf_model.forward(batch.tokens, batch.positions, forward_context, rows, batch.models)

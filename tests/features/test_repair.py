@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from choreograph import CacheConfig, Engine, EngineConfig, Repair, SamplingParams, SchedulerConfig
+from choreograph.attention.backend import ForwardContext
 from choreograph.errors import ConfigError, RequestFailedError
+from choreograph.features.repair import probe
 from choreograph.features.repair.options import REPAIR_STRATEGIES
 from choreograph.features.repair.planner import ContextRepair
 from choreograph.features.repair.probe import AttentionObserver
@@ -241,9 +243,10 @@ def test_the_prompt_is_scored_in_the_step_that_completes_the_context():
         assert reader.usage.repaired_tokens == 10
 
 
-@pytest.mark.parametrize("step", [1024, 4])
-def test_the_observed_attention_is_that_of_transformers(monkeypatch, step):
+@pytest.mark.parametrize(("step", "rows"), [(1024, 64), (1024, 4), (4, 64)])
+def test_the_observed_attention_is_that_of_transformers(monkeypatch, step, rows):
     """With one layer, keys do not depend on what precedes a message; small steps compute the prompt in parts."""
+    monkeypatch.setattr(probe, "ROWS", rows)
     scheduler = SchedulerConfig(max_num_batched_tokens=step)
     engine = Engine.from_pretrained(tiny_models.build(layers=1), config=EngineConfig(scheduler=scheduler))
     parts, prompt, observed = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]], [20, 21, 22, 23, 24, 25], []
@@ -259,6 +262,27 @@ def test_the_observed_attention_is_that_of_transformers(monkeypatch, step):
         torch.tensor([[token for part in [*parts, prompt] for token in part]]), output_attentions=True
     ).attentions
     assert torch.allclose(observed[0], weights[0, :, -6:, :12].sum(dim=(0, 1)), atol=1e-5)
+
+
+def test_the_scored_prompt_is_computed_up_to_the_last_observed_layer(monkeypatch):
+    """The step that computes it alone stops there; one with other tokens does not."""
+    engine, attended = Engine.from_pretrained(tiny_models.build(layers=6)), []
+    attend = ForwardContext.attend
+    record = lambda self, layer, query, *args: (  # noqa: E731
+        attended.append((query.shape[2], layer)) or attend(self, layer, query, *args)
+    )
+    monkeypatch.setattr(ForwardContext, "attend", record)
+    with engine.session(repair=Repair(0.5, "attention")) as session:
+        parents = [session.prefill([i] * 8) for i in range(3)]
+        for parent in parents:
+            parent.wait_encoded()
+        attended.clear()
+        session.decode([40, 41], parents, sampling=GREEDY).wait_encoded()
+        assert [layer for rows, layer in attended if rows == 2] == [0, 1, 2, 3]
+        attended.clear()
+        session.decode([42], [*parents, session.prefill([5] * 8)], sampling=GREEDY).wait_encoded()
+        assert [layer for rows, layer in attended if rows == 9] == list(range(6))
+    engine.check()
 
 
 def test_a_call_whose_scoring_fails_ends_with_the_error(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from .probe import probe_context
 from .strategy import ContextView, TokenRanges, select_by_score
 
+BLOCK_SIZE = 4  # tokens that are selected together
 CHECK_LAYER = 1  # layer 0 has the same keys and values in every context
 
 
@@ -23,4 +24,4 @@ def select_deviating(view: ContextView) -> list[TokenRanges]:
         (probe.values[layer], probe.context_values(layer)),
     ):
         change += (new.float() - old.float()).square().sum(dim=(1, 2))
-    return select_by_score(view, change.cpu())
+    return select_by_score(view, change.cpu(), BLOCK_SIZE)

@@ -148,7 +148,7 @@ class ContextRepair(ContextFeature):
         """Return a prefill of the prompt over the reused context, once for equal keys."""
         request = view.request
         scoring = self._build_request(request, list(request.prompt), request.parents, request.parent_slices)
-        scoring.hook = AttentionObserver(view, scoring)
+        scoring.hook = AttentionObserver(view, scoring, state.repair.selection.observed_layers)
         scoring.scheduling.num_skipped_steps = 1 << 30  # a call waits for it
         if len(self._scorings) >= MAX_SELECTIONS:
             del self._scorings[next(iter(self._scorings))]  # its call was cancelled

@@ -1,7 +1,7 @@
 """Attention over a context, of a dense pass or observed in steps."""
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ...attention.backend import ForwardContext
 from ...attention.int8_rows import to_float
+from ...attention.metadata import AttentionSpec
 from ...attention.reference import apply_softcap_alibi, outside_window
-from ...attention.rope import rotate
+from ...attention.rope import Rope, rotate
+from ...kv_cache.entry import KVEntry, KVSlice, context_reads
 from ...request.request import Request
 from .strategy import ContextView
 
-ROWS = 256  # query tokens whose attention weights are in memory at once
-LATE_LAYERS = 0.6  # share of the layers before those whose attention counts, as in InfoFlow KV (arXiv:2603.05353)
+ROWS = 64  # query tokens whose attention weights are in memory at once
 
 
 class ProbeContext:
@@ -86,58 +87,66 @@ class ProbeContext:
             keys = torch.cat([self.context_keys(layer), keys])
             values = torch.cat([self.context_values(layer), values])
         keys, values = keys.float(), values.float()
-        outputs = [
-            torch.einsum("ghnc,cgd->nghd", weights, values[: weights.shape[-1]]).flatten(1, 2)
-            for weights in self.attention_weights(layer, query[0], keys, scale, sinks)
-        ]
-        return torch.cat(outputs)[None].to(query.dtype)
-
-    def attention_weights(
-        self,
-        layer: int,
-        query: Float[Tensor, "H N D"],
-        keys: Float[Tensor, "K G D"],
-        scale: float,
-        sinks: Float[Tensor, "H"] | None = None,
-    ) -> Iterator[Float[Tensor, "G H/G B K"]]:
-        """Yield the attention of the last probe tokens, in blocks.
-
-        Args:
-            keys: float32, of the context, if any, and of all probe tokens. Those that a block does not see are
-                missing at the end of its result.
-        """
-        spec, num_own = self._specs[layer], len(self._positions)
-        num_context = len(keys) - num_own
+        spec, num_tokens = self._specs[layer], len(self._positions)
+        num_context = len(keys) - num_tokens
         rows = self._positions.to(keys.device)
         positions = torch.cat([self._context_positions.to(keys.device), rows]) if num_context else rows
-        num_tokens = query.shape[1]
-        for start in range(num_own - num_tokens, num_own, ROWS):
-            end = min(start + ROWS, num_own)
-            block = query[:, start - num_own + num_tokens : end - num_own + num_tokens].float()
-            grouped_query = block.unflatten(0, (keys.shape[1], -1))  # G H/G B D
-            logits = torch.einsum("ghnd,cgd->ghnc", grouped_query, keys[: num_context + end]) * scale
-            distance = rows[start:end, None] - positions[: num_context + end]
-            logits = apply_softcap_alibi(logits.flatten(0, 1), distance, spec).view(logits.shape)
-            hidden = distance < 0
-            hidden[:, :num_context] = False  # all of the context is visible, wherever it is placed
-            hidden |= outside_window(distance, spec)
-            logits = logits.masked_fill(hidden, float("-inf"))
-            if sinks is not None:
-                sink = sinks.float().view(keys.shape[1], -1, 1, 1).expand(-1, -1, len(distance), 1)
-                yield torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
-            else:
-                yield logits.softmax(-1)
+        outputs = []
+        for start in range(0, num_tokens, ROWS):
+            end = min(start + ROWS, num_tokens)
+            num_keys = num_context + end  # later ones are hidden
+            grouped_query = query[0, :, start:end].float().unflatten(0, (keys.shape[1], -1))  # G H/G B D
+            logits = torch.einsum("ghnd,cgd->ghnc", grouped_query, keys[:num_keys]).flatten(0, 1)
+            distance = rows[start:end, None] - positions[:num_keys]
+            weights = _attention_weights(logits * scale, distance, num_context, spec, sinks)
+            outputs.append(
+                torch.einsum(
+                    "ghnc,cgd->nghd", weights.view(grouped_query.shape[0], -1, *distance.shape), values[:num_keys]
+                ).flatten(1, 2)
+            )
+        return torch.cat(outputs)[None].to(query.dtype)
+
+
+def _attention_weights(
+    scores: Float[Tensor, "H N K"],
+    distance: Int[Tensor, "N K"],
+    num_context: int,
+    spec: AttentionSpec,
+    sinks: Float[Tensor, "H"] | None,
+) -> Float[Tensor, "H N K"]:
+    """Return the attention of tokens to `num_context` tokens, wherever they are placed, and causally to the others.
+
+    Args:
+        distance: query position minus key position.
+    """
+    scores = apply_softcap_alibi(scores, distance, spec)
+    hidden = distance < 0
+    hidden[:, :num_context] = False
+    scores.masked_fill_(hidden | outside_window(distance, spec), float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(distance), 1)], dim=-1).softmax(-1)[..., :-1]
 
 
 class AttentionObserver:
-    """Attention that each context token receives from a prompt in steps."""
+    """Attention that each context token receives from a prompt, computed in steps.
 
-    def __init__(self, view: ContextView, request: Request) -> None:
-        """Observe a request that computes the call's prompt over the context."""
-        self._view, self._request = view, request
-        self._first_layer = int(LATE_LAYERS * len(view.core.cache_manager.pool.keys))
-        self._context: ProbeContext | None = None  # of the current step: entries may move between steps
-        self._own_slots: Int[Tensor, " N"] | None = None  # likewise, of the request's tokens up to this step's last
+    Reads the queries of some layers after they have attended (`AttentionHook`).
+    """
+
+    def __init__(self, view: ContextView, request: Request, layers: tuple[float, float]) -> None:
+        """Observe a request that computes the call's prompt over the context.
+
+        Args:
+            layers: first and end of those that count, as shares of all.
+        """
+        self._pool, self._specs = view.core.cache_manager.pool, view.core.hf_model.model_info.attention_specs
+        self._slices = [kv_slice for parent in view.parents for kv_slice in parent.slices]
+        self._request = request
+        first, end = (round(share * len(self._pool.keys)) for share in layers)
+        self._layers = range(min(first, end - 1), end)
+        self.num_layers = self._layers.stop
+        self._steps: dict[tuple[bool, ...], _ObservedStep] = {}  # the current one, by visible slices
         self._scores: dict[tuple[int, int], Float[Tensor, " C"]] = {}  # by layer and first position
 
     def __call__(
@@ -149,28 +158,74 @@ class AttentionObserver:
         sinks: Float[Tensor, "H"] | None,
     ) -> None:
         """Add the attention of consecutive tokens in one layer; see `AttentionHook`."""
-        if layer < self._first_layer:
+        if layer not in self._layers:
             return
-        pool, entry = self._view.core.cache_manager.pool, self._request.entry
-        if layer == self._first_layer:
-            if position == entry.base_position:
+        if layer == self._layers.start:
+            self._steps.clear()  # entries may have moved since
+            if position == self._request.entry.base_position:
                 self._scores.clear()  # of a computation that was preempted
-            num_own = position + query.shape[1] - entry.base_position
-            self._context = ProbeContext(
-                self._view, position=entry.base_position, num_tokens=num_own, reads_context=True
+        visible = tuple(kv_slice.visible_in(layer) for kv_slice in self._slices)
+        if visible not in self._steps:
+            slices = [kv_slice for kv_slice, is_visible in zip(self._slices, visible, strict=True) if is_visible]
+            self._steps[visible] = _ObservedStep.of(slices, self._request.entry, position, query)
+        step, spec = self._steps[visible], self._specs[layer]
+        keys = to_float(self._pool.keys[layer].index_select(0, step.slots)).float().permute(1, 2, 0)  # G D K
+        parts, scores = keys.split(step.lengths, dim=-1), torch.zeros(step.num_context, device=query.device)
+        for rows, distance in zip(query.float().split(ROWS, dim=1), step.distance.split(ROWS), strict=True):
+            grouped = rows.unflatten(0, (len(keys), -1))  # G H/G B D
+            logits = [turned @ part for turned, part in zip(step.rotate(grouped, spec.rope), parts, strict=True)]
+            weights = _attention_weights(
+                torch.cat(logits, dim=-1).mul_(scale).view(len(query), *distance.shape),
+                distance,
+                step.num_context,
+                spec,
+                sinks,
             )
-            self._own_slots = torch.tensor([entry.slot(token) for token in range(num_own)], device=query.device)
-        assert self._context is not None and self._own_slots is not None
-        context_keys = self._context.context_keys(layer)
-        keys = torch.cat([context_keys, to_float(pool.keys[layer].index_select(0, self._own_slots))]).float()
-        weights = self._context.attention_weights(layer, query, keys, scale, sinks)
-        scores = [block[..., : len(context_keys)].sum(dim=(0, 1, 2)) for block in weights]
-        self._scores[layer, position] = torch.stack(scores).sum(dim=0)
+            scores += weights[..., : step.num_context].sum(dim=(0, 1))
+        self._scores[layer, position] = scores
 
     @property
     def attention(self) -> Float[Tensor, " C"]:
         """Attention that each context token received, summed over tokens and layers."""
         return torch.stack(list(self._scores.values())).sum(dim=0).cpu()
+
+
+class _ObservedStep(NamedTuple):
+    """What the prompt's tokens of one step read: the context, then the prompt up to the last of them."""
+
+    slots: Int[Tensor, " K"]
+    shifts: list[int]  # of each slice
+    lengths: list[int]  # tokens of each slice
+    distance: Int[Tensor, "N K"]  # query position minus key position
+    num_context: int  # tokens of the context
+
+    @classmethod
+    def of(cls, slices: list[KVSlice], entry: KVEntry, position: int, query: Float[Tensor, "H N D"]) -> "_ObservedStep":
+        """Return what the entry's tokens from `position` on read."""
+        num_rows = query.shape[1]
+        num_own = position + num_rows - entry.base_position
+        slices = [*slices, KVSlice(entry, 0, num_own, entry.base_position)]
+        reads = context_reads([kv_slice._replace(layers=None) for kv_slice in slices], 0, num_rows)
+        slots, positions = (
+            torch.cat([torch.arange(first, first + read.kv_len) for first, read in zip(firsts, reads, strict=True)])
+            for firsts in ([read.slot_start for read in reads], [read.position for read in reads])
+        )
+        distance = torch.arange(position, position + num_rows)[:, None] - positions
+        return cls(
+            slots.to(query.device),
+            [kv_slice.shift for kv_slice in slices],
+            [kv_slice.num_tokens for kv_slice in slices],
+            distance.to(query.device),
+            len(slots) - num_own,
+        )
+
+    def rotate(self, query: Float[Tensor, "G H/G B D"], rope: Rope | None) -> Iterable[Float[Tensor, "G M D"]]:
+        """Rotate queries, for each slice, to where its keys were computed."""
+        rows = query.flatten(1, 2)
+        if rope is None or not any(self.shifts):
+            return [rows] * len(self.shifts)
+        cos, sin = (torch.from_numpy(table).to(query.device)[:, None, None] for table in rope.cos_sin(self.shifts))
+        return rotate(rows.expand(len(cos), *rows.shape), cos, -sin, rope.interleaved)
 
 
 def probe_context(view: ContextView, tokens: list[int], *, num_layers: int) -> ProbeContext:

@@ -12,7 +12,7 @@ from ...request.request import Request
 
 TokenRanges = list[tuple[int, int]]  # half-open, ascending, not adjacent
 
-BLOCK_SIZE = 4  # tokens that a scoring strategy selects together: every separate range is a KV read of its own
+OBSERVED_LAYERS = 0.5, 0.65  # first and end of the layers whose attention counts, as shares of all
 
 
 class ParentView(NamedTuple):
@@ -31,7 +31,7 @@ class ContextView(NamedTuple):
     request: Request  # the call that reads the context
     parents: list[ParentView]
     share: float  # of the tokens to recompute
-    # (C,) attention that each context token receives from the call's prompt in late layers; None without `reads_prompt`
+    # (C,) attention that each context token receives from the call's prompt; None without `reads_prompt`
     attention: Tensor | None = None
 
 
@@ -41,27 +41,30 @@ class Strategy(NamedTuple):
     select: Callable[[ContextView], list[TokenRanges]]  # ranges of every parent, relative to its first visible token
     reads_kv: bool = False  # the context must be complete and on the device
     reads_prompt: bool = False  # the prompt is computed over the context first, for `ContextView.attention`
+    observed_layers: tuple[float, float] = OBSERVED_LAYERS  # of the prompt; those after them are not computed
 
 
-def select_by_score(view: ContextView, scores: Tensor) -> list[TokenRanges]:
+def select_by_score(view: ContextView, scores: Tensor, block_size: int) -> list[TokenRanges]:
     """Select the blocks of tokens with the highest scores.
 
     Args:
         scores: (C,) one score for every context token, parents in order; those of exact parents
             are ignored.
+        block_size: tokens of a parent that are selected together.
 
     Returns:
         Ranges of each parent with, together, `view.share` of the tokens that are not exact.
     """
+    values = scores.tolist()
     blocks: list[tuple[float, int, int, int]] = []  # negative mean score, parent, start, end
     begin = budget = 0
     for index, parent in enumerate(view.parents):
         num_tokens = len(parent.tokens)
         if not parent.is_exact:
             budget += num_tokens
-            for start in range(0, num_tokens, BLOCK_SIZE):
-                end = min(start + BLOCK_SIZE, num_tokens)
-                blocks.append((-scores[begin + start : begin + end].mean().item(), index, start, end))
+            for start in range(0, num_tokens, block_size):
+                end = min(start + block_size, num_tokens)
+                blocks.append((-sum(values[begin + start : begin + end]) / (end - start), index, start, end))
         begin += num_tokens
     remaining = math.ceil(view.share * budget)
     selected: list[TokenRanges] = [[] for _ in view.parents]
