@@ -25,7 +25,7 @@ from ..features.agent_tags import AgentTags
 from ..features.blocked_turns import BlockedTurns
 from ..features.guard import Guard, LabelFlow
 from ..features.other_models import OtherModels, kv_reuse_of
-from ..features.repair.planner import ContextRepair, repair_of
+from ..features.repair.planner import ContextRepair
 from ..models.loader import Vocabulary, load_vocabulary
 from ..namespace import Client
 from ..outputs import BASE_MODEL, MODES, Mode
@@ -79,7 +79,7 @@ class VllmEngine:
         )
         guard = Guard()
         first = AgentTags(), BlockedTurns(), guard
-        features = FeatureSet((*first, OtherModels(), ContextRepair(), VllmLimits(), LabelFlow(guard)))
+        features = FeatureSet((*first, OtherModels(), VllmLimits(), ContextRepair(), LabelFlow(guard)))
         self.core = VllmCore(self._client, hf_model, ServedModels(self.models), base["id"], features)
 
     def session(
@@ -182,12 +182,17 @@ class VllmLimits(ContextFeature):
         Raises:
             ConfigError: if it needs an engine of this process.
         """
-        kv_reuse, repair, state = kv_reuse_of(draft.request), repair_of(draft.request), draft.request.decode_state
+        kv_reuse, repair, state = kv_reuse_of(draft.request), draft.options.get("repair"), draft.request.decode_state
         if kv_reuse != "recompute":
             raise ConfigError(
                 f"kv_reuse={kv_reuse!r}: vLLM reuses KV of the same model alone: use 'recompute', or an Engine"
             )
-        if repair is not None and repair.strategy != "first":
+        if repair is not None and repair.alignment is not None:
+            raise ConfigError(
+                f"repair alignment={repair.alignment!r}: vLLM's attention has one softmax scale for all keys of a request: "
+                "use a share from 0 to 1, or an Engine"
+            )
+        if repair is not None and repair.changes and repair.strategy != "first":
             raise ConfigError(
                 f"repair strategy={repair.strategy!r}: vLLM has 'first': use a share from 0 to 1, or an Engine"
             )

@@ -41,6 +41,7 @@ class Strategy(NamedTuple):
     select: Callable[[ContextView], list[TokenRanges]]  # ranges of every parent, relative to its first visible token
     reads_kv: bool = False  # the context must be complete and on the device
     reads_prompt: bool = False  # the prompt is computed over the context first, for `ContextView.attention`
+    aligns: bool = False  # nothing is computed; attention to reused parents is corrected instead
 
 
 def select_by_score(view: ContextView, scores: Tensor) -> list[TokenRanges]:
