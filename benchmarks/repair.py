@@ -45,6 +45,7 @@ from .quality import PLANS, examples_of
 
 RUNS = ("qa-nq_oracle", "math-tree_of_thoughts", "math-mad_par", "math-mad_iter", "bsm", "pd-none")
 SHARES = (0.1, 0.2, 0.4)
+COMPUTING = [name for name, strategy in REPAIR_STRATEGIES.items() if not strategy.aligns]  # `align` measures the other
 TITLES = {
     "qa-nq_oracle": "MultiQA",
     "math-tree_of_thoughts": "Tree of Thoughts",
@@ -177,7 +178,7 @@ def draw(runs: Mapping[str, Any]) -> None:
                         for condition in ("reuse", *(f"{strategy} {share:g}" for share in SHARES))
                         if (record["stage"], condition) in points
                     ]
-                    for strategy in REPAIR_STRATEGIES
+                    for strategy in COMPUTING
                 }
     repair_curves(stages, FIGURES / "repair.svg")
 
@@ -248,7 +249,7 @@ def main() -> None:
     options.add_argument("--skip", type=int, default=0, help="examples to leave out at the start")
     options.add_argument("--max-tokens", type=int, default=64, help="of a message")
     options.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
-    options.add_argument("--strategies", nargs="*", default=list(REPAIR_STRATEGIES))
+    options.add_argument("--strategies", nargs="*", default=COMPUTING)
     options.add_argument("--cost", action="store_true", help="measure first tokens of retrieval instead")
     options.add_argument("--early", action="store_true", help="compute prefills before the calls that read them")
     options.add_argument("--dtype", default="bfloat16")
