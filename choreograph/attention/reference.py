@@ -1,6 +1,7 @@
 """Reference attention backend: one dense masked softmax over all slots, in float32."""
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -55,11 +56,7 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
 def _align(
     scores: Float[Tensor, "H N T"], aligned_reads: list[tuple[slice, slice, Alignment]]
 ) -> Float[Tensor, "H N T"]:
-    """Shift the scores of aligned keys so that together they weigh what `Alignment` says.
-
-    Args:
-        aligned_reads: query tokens, keys and alignment of every read that has one.
-    """
+    """Shift the scores of the keys of aligned reads: query tokens, keys and alignment of each."""
     if not aligned_reads:
         return scores
     is_aligned = torch.zeros(scores.shape[1:], dtype=torch.bool, device=scores.device)
@@ -67,9 +64,25 @@ def _align(
     for tokens, keys, alignment in aligned_reads:
         is_aligned[tokens, keys] = True
         temperatures[tokens], log_scales[tokens] = alignment.temperature, math.log(alignment.scale)
-    total = scores.masked_fill(~is_aligned, float("-inf")).logsumexp(dim=-1, keepdim=True)
-    shift = (temperatures - 1) * total + log_scales
-    return torch.where(is_aligned & total.isfinite(), scores + shift, scores)
+    return shift_aligned(scores, is_aligned, temperatures, log_scales)
+
+
+def shift_aligned(
+    scores: Float[Tensor, "H N T"], is_aligned: Bool[Tensor, "#N T"], temperature: Any, log_scale: Any
+) -> Float[Tensor, "H N T"]:
+    """Shift the scores of aligned keys so that together they weigh what `Alignment` says; differentiable.
+
+    Args:
+        scores: those of aligned keys are divided by the temperature already; -inf where nothing is visible.
+        temperature: a number, or (N, 1).
+        log_scale: a number, or (N, 1).
+    """
+    visible = is_aligned & scores.isfinite()
+    has_none = ~visible.any(dim=-1, keepdim=True)
+    total = (
+        scores.masked_fill(~visible & ~has_none, float("-inf")).masked_fill(has_none, 0.0).logsumexp(-1, keepdim=True)
+    )
+    return torch.where(visible, scores + (temperature - 1) * total + log_scale, scores)
 
 
 def apply_softcap_alibi(score: Float[Tensor, "H N T"], distance: Tensor, spec: AttentionSpec) -> Float[Tensor, "H N T"]:

@@ -159,5 +159,5 @@ def test_calibrated_numbers_are_used():
 def test_a_damaged_file_is_named(own_calibrations, text):
     (own_calibrations / "models").mkdir()
     (own_calibrations / "models" / "alignments.json").write_text(text)
-    with pytest.raises(DataError, match="alignments.json"):
+    with pytest.raises(DataError, match=r"alignments\.json"):
         find_alignment("tiny", "tiny")
