@@ -30,6 +30,7 @@ from ..models.loader import Vocabulary, load_vocabulary
 from ..namespace import Client
 from ..outputs import BASE_MODEL, MODES, Mode
 from ..utils import call_all
+from ..vllm.reuse_params import NO_ALIGNMENT
 from .vllm_client import VllmClient
 from .vllm_core import VllmCore
 
@@ -188,10 +189,7 @@ class VllmLimits(ContextFeature):
                 f"kv_reuse={kv_reuse!r}: vLLM reuses KV of the same model alone: use 'recompute', or an Engine"
             )
         if repair is not None and repair.alignment is not None:
-            raise ConfigError(
-                f"repair alignment={repair.alignment!r}: vLLM's attention has one softmax scale for all keys of a request: "
-                "use a share from 0 to 1, or an Engine"
-            )
+            raise ConfigError(f"repair alignment={repair.alignment!r}: {NO_ALIGNMENT}")
         if repair is not None and repair.changes and repair.strategy != "first":
             raise ConfigError(
                 f"repair strategy={repair.strategy!r}: vLLM has 'first': use a share from 0 to 1, or an Engine"

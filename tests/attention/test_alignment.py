@@ -175,3 +175,26 @@ def test_a_decode_stays_aligned_in_the_next_step(num_padding):
     torch.testing.assert_close(result, reference_of(call), atol=2e-5, rtol=2e-5)
     plain = build([(*decode[:3], None) for decode in decodes]).next_step().pad_to(2 + num_padding)
     assert (result[0] - reference_of(replace(call, metadata=plain))[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=many(6), deadline=None)
+@given(
+    num_rows=st.integers(90, 250),
+    ranges=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 6), st.sampled_from([0, 5, 5, -9]), st.booleans()), max_size=10
+    ),
+    asked=specials,
+)
+def test_a_prefill_over_short_ranges_aligns_like_the_reference(dtype, num_rows, ranges, asked):
+    """The kernel joins adjacent ranges that are read alike; aligned ones are read by rows of their own."""
+    slot, reads = 0, [KVRead(500, 0, num_rows, 0, 1, 1, 0)]
+    for length, gap, shift, is_reused in ranges:
+        alignment = Alignment(0.8, 0.6) if is_reused else None
+        reads.append(KVRead(slot, 0, num_rows, shift, length, 0, slot + shift, alignment))
+        slot += length + gap
+    metadata = build_metadata(list(range(500, 500 + num_rows)), reads, list(range(num_rows)))
+    call = make_call(metadata, (6, 2, 64), dtype, False, asked)
+    result = create_backend("native", 64, dtype, CPU)[0](call)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(result.float(), reference_of(call), atol=tolerance, rtol=tolerance)
