@@ -4,7 +4,7 @@
 once behind a system turn, every question reads five of them in an order of its own, at most 12 tokens. Natural Questions
 (`nq_oracle`; ten questions share their ten documents) and HotpotQA (`hotpotqa`; the two supporting documents and three
 others). Then votes and debates of the workflows, as `repair` measures them: log-loss and divergence on the messages of
-prefix mode. The alignment is the one that the model was calibrated to (`choreograph calibrate`), on texts of the package.
+prefix mode. The alignment is the one that the model was calibrated to (`choreograph calibrate`), or that of `--alignment`.
 "one position": all documents begin right after the system turn, and the question after the longest one. Intervals are of
 a bootstrap over questions or examples, paired with prefix mode. Results are saved after every part.
 
@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 
 from choreograph import Engine, Message, Repair, SamplingParams, Session
+from choreograph.attention.metadata import Alignment
 from choreograph.console import print_table
 from choreograph.features.repair.align import find_alignment
 from choreograph.lab.evaluation.experiment import example_seed
@@ -241,6 +242,7 @@ def main() -> None:
     options.add_argument("--examples", type=int, default=6, help="of each workflow")
     options.add_argument("--max-tokens", type=int, default=32, help="of a message of a workflow")
     options.add_argument("--conditions", nargs="*", help="default: all")
+    options.add_argument("--alignment", type=float, nargs=2, help="temperature and scale; default: the calibrated ones")
     options.add_argument("--cost", action="store_true", help="measure times instead")
     options.add_argument("--rounds", type=int, default=12, help="of --cost")
     options.add_argument("--dtype", default="bfloat16")
@@ -250,7 +252,11 @@ def main() -> None:
     else:
         engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), Path(given.model).stem
     hf_model = engine.core.hf_model
-    alignment = find_alignment(hf_model.sampled_weights_hash, hf_model.model_info.name)
+    alignment = (
+        Alignment(*given.alignment)
+        if given.alignment
+        else find_alignment(hf_model.sampled_weights_hash, hf_model.model_info.name)
+    )
     print(f"{name}: {alignment}", flush=True)
 
     def keep(part: str, records: Sequence[Mapping[str, Any]], **facts: Any) -> None:

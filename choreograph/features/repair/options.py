@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ...attention.metadata import Alignment
 from ...errors import ConfigError
 from .align import parse_alignment, select_nothing
 from .attention import select_attended
@@ -30,13 +29,14 @@ class Repair:
             prefix mode).
         strategy: key of `REPAIR_STRATEGIES`: "first", "unseen", "deviation" or "attention"; "align", which computes
             nothing; or a `Strategy` of your own.
-        alignment: of attention to reused tokens that are not recomputed and do not know what precedes them: an
-            `Alignment`, or "calibrated" for the model's own. None: ordinary attention; "calibrated" with "align".
+        alignment: of attention to reused tokens that are not recomputed and do not know what precedes them: temperature
+            and scale (`Alignment`), or "calibrated" for the model's own. None: ordinary attention, or "calibrated" with
+            "align".
     """
 
     share: float
     strategy: str | Strategy = "first"
-    alignment: Alignment | Literal["calibrated"] | None = None
+    alignment: tuple[float, float] | Literal["calibrated"] | None = None
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.share, int | float) and not isinstance(self.share, bool)

@@ -136,10 +136,12 @@ class ContextRepair(ContextFeature):
         Raises:
             ConfigError: if the repair needs a calibration, and the model has none.
         """
-        alignment = repair.alignment
-        if alignment == "calibrated":
+        alignment: Alignment | None = None
+        if repair.alignment == "calibrated":
             hf_model = self._core.model_set.get(request.model)
             alignment = find_alignment(hf_model.sampled_weights_hash, hf_model.model_info.name)
+        elif repair.alignment is not None:
+            alignment = Alignment(*repair.alignment)
         if alignment == NEUTRAL:
             alignment = None
         if repair.share > 0 or alignment is not None:

@@ -30,7 +30,7 @@ MAX_TOKENS = 24  # of an answer
 MAX_DOCUMENTS = 5  # of an example
 TEMPERATURES = (0.8, 0.9, 1.0, 1.1)
 SCALES = (0.35, 0.5, 0.7, 1.0, 1.4)
-NUM_REFINEMENTS = 3  # each halves the distance between trials
+NUM_REFINEMENTS = 2  # each halves the distance between trials
 
 
 class RetrievalExample(NamedTuple):
