@@ -5,8 +5,10 @@ once behind a system turn, every question reads five of them in an order of its 
 (`nq_oracle`; ten questions share their ten documents) and HotpotQA (`hotpotqa`; the two supporting documents and three
 others). Then votes and debates of the workflows, as `repair` measures them: log-loss and divergence on the messages of
 prefix mode. The alignment is the one that the model was calibrated to (`choreograph calibrate`), or that of `--alignment`.
-"one position": all documents begin right after the system turn, and the question after the longest one. Intervals are of
-a bootstrap over questions or examples, paired with prefix mode. Results are saved after every part.
+"one position": all documents begin right after the system turn, and the question after the longest one. "first tokens":
+the scale is that of the first token of each document alone, which draws attention where a document is encoded apart. Intervals are of
+a bootstrap over questions or examples, paired with prefix mode. Results are saved after every group of questions and every
+example.
 
 `--cost`: what alignment adds to first tokens and to decode steps, in turns with reuse.
 """
@@ -17,24 +19,25 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from rich.console import Console
 
-from choreograph import Engine, Message, Repair, SamplingParams, Session
+from choreograph import ContextFeature, Engine, Message, Repair, SamplingParams, Session
 from choreograph.attention.metadata import Alignment
 from choreograph.console import print_table
+from choreograph.context.feature import READY, Outcome, RequestDraft
 from choreograph.features.repair.align import find_alignment
 from choreograph.lab.evaluation.experiment import example_seed
 from choreograph.lab.evaluation.metrics import contains_answer, f1
 from choreograph.lab.evaluation.statistics import difference, mean
 from choreograph.lab.workflows import find
+from choreograph.request.request import Request
 
-from .common import engine as make_engine
 from .common import interleaved, merge_results, provenance, write
 from .quality import PLANS, examples_of
 from .repair import losses, run, show, show_median, summarize
@@ -50,6 +53,36 @@ class Condition(NamedTuple):
 
     repair: Repair | None
     at_one_position: bool = False
+    first_scale: float | None = None  # of attention to the first token of each document but the first
+
+
+class FirstTokens(ContextFeature):
+    """Scales attention to the first token alone of the parents that were encoded without what precedes them."""
+
+    options: ClassVar = {"first_scale": float}
+    keeps_options = False
+    needs_options = True
+
+    def prepare(self, draft: RequestDraft) -> None:
+        if (scale := draft.options.get("first_scale")) is not None:
+            draft.request.extend(_FirstScale(scale))
+
+    def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
+        """Split the parents behind a system turn and the first document."""
+        if (state := request.extension(_FirstScale)) is not None:
+            parents, slices, alignments = list(request.parents[:2]), [None, None], [None, None]
+            pieces: list[tuple[Any, Any, Any]] = list(zip(parents, slices, alignments, strict=True))
+            for parent in request.parents[2:]:
+                pieces.append((parent, (0, 1), Alignment(1.0, state.scale)))
+                pieces.append((parent, (1, len(parent.tokens)), None))
+            request.parents, request.parent_slices, request.alignments = zip(*pieces, strict=True)
+            request.offsets = (None,) * len(pieces)
+        return READY
+
+
+@dataclass
+class _FirstScale:
+    scale: float
 
 
 class Question(NamedTuple):
@@ -81,6 +114,8 @@ def conditions_of(alignment: Any) -> dict[str, Condition]:
         "align": Condition(Repair(0, "align", alignment)),
         "one position": Condition(None, True),
         "align, one position": Condition(Repair(0, "align", alignment), True),
+        "first tokens, scale 0.01": Condition(None, first_scale=0.01),
+        "first tokens, scale 0.3": Condition(None, first_scale=0.3),
         "first 0.1": Condition(Repair(0.1, "first")),
         "first 0.1, align": Condition(Repair(0.1, "first", alignment)),
         "attention 0.1": Condition(Repair(0.1, "attention")),
@@ -141,6 +176,8 @@ def ask(
     if condition.at_one_position:
         end = system.length + max(document.length for document in read)
         options |= {"offsets": [0, *[system.length] * len(read)], "new_offset": end}
+    if condition.first_scale is not None:
+        options["first_scale"] = condition.first_scale
     header = [session.user(f"Question: {question.text}"), session.assistant()]
     message = session.decode(header, [system, *read], repair=condition.repair, **options)
     rows = list[torch.Tensor]()
@@ -248,9 +285,10 @@ def main() -> None:
     options.add_argument("--dtype", default="bfloat16")
     given = options.parse_args()
     if given.model is None:
-        engine, name = make_engine(tokens=40_000, dtype=given.dtype), "bundled"
+        engine, name = Engine.from_pretrained(dtype=given.dtype, features=[FirstTokens()]), "bundled"
     else:
-        engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), Path(given.model).stem
+        engine = Engine.from_pretrained(given.model, dtype=given.dtype, features=[FirstTokens()])
+        name = Path(given.model).stem
     hf_model = engine.core.hf_model
     alignment = (
         Alignment(*given.alignment)
@@ -278,8 +316,8 @@ def main() -> None:
             for condition, answers in retrieve(engine, group, conditions).items():
                 gathered[condition] += answers
             print(f"... {dataset}: {len(gathered['prefix'])}", flush=True)
-        records = summarize_answers(gathered)
-        keep(dataset, records, skip=given.skip)
+            records = summarize_answers(gathered)
+            keep(dataset, records, skip=given.skip)
         print_retrieval(dataset, records)
     for plan_name in [part for part in given.only if part not in DATASETS]:
         plan = PLANS[plan_name]
@@ -291,7 +329,7 @@ def main() -> None:
             common["seed"] = example_seed(0, example.id)
             workflow = find(plan.workflow)
             baseline, transcript = run(engine, workflow, example.task, mode="prefix", repair=None, **common)
-            repairs = {key: c.repair for key, c in conditions.items() if not c.at_one_position}
+            repairs = {key: c.repair for key, c in conditions.items() if not c.at_one_position and not c.first_scale}
             for condition, repair in {"prefix": None, **repairs}.items():
                 mode: Any = "prefix" if condition == "prefix" else "choreographed"
                 other, _ = run(engine, workflow, example.task, mode=mode, repair=repair, replay=transcript, **common)
