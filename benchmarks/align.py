@@ -10,7 +10,8 @@ the scale is that of the first token of each document alone, which draws attenti
 a bootstrap over questions or examples, paired with prefix mode. Results are saved after every group of questions and every
 example.
 
-`--cost`: what alignment adds to first tokens and to decode steps, in turns with reuse.
+`--grid`: divergence over temperatures and scales, on the calibration set of the package, with documents that were encoded
+"behind" the system turn or "alone". `--cost`: what alignment adds to first tokens and to decode steps, in turns with reuse.
 """
 
 import argparse
@@ -32,13 +33,14 @@ from choreograph.attention.metadata import Alignment
 from choreograph.console import print_table
 from choreograph.context.feature import READY, Outcome, RequestDraft
 from choreograph.features.repair.align import find_alignment
+from choreograph.lab.evaluation.calibration import RetrievalExample, load_examples
 from choreograph.lab.evaluation.experiment import example_seed
 from choreograph.lab.evaluation.metrics import contains_answer, f1
 from choreograph.lab.evaluation.statistics import difference, mean
 from choreograph.lab.workflows import find
 from choreograph.request.request import Request
 
-from .common import interleaved, merge_results, provenance, write
+from .common import interleaved, last_result, merge_results, provenance, write
 from .quality import PLANS, examples_of
 from .repair import losses, run, show, show_median, summarize
 
@@ -158,9 +160,11 @@ def _read(seed: int, needed: list[int], count: int) -> tuple[int, ...]:
     return tuple(read)
 
 
-def encode(session: Session, group: Group) -> tuple[Message, list[Message]]:
+def encode(session: Session, group: Group, *, is_alone: bool = False) -> tuple[Message, list[Message]]:
+    """Encode a system turn, and documents behind it or alone."""
     system = session.prefill(session.system(SYSTEM))
-    return system, [session.prefill(session.user(text), [system]) for text in group.documents]
+    before = [] if is_alone else [system]
+    return system, [session.prefill(session.user(text), before) for text in group.documents]
 
 
 def ask(
@@ -262,6 +266,34 @@ def measure_cost(engine: Engine, alignment: Any, rounds: int) -> list[tuple[str,
     ]  # the first warms up
 
 
+def measure_grid(engine: Engine, examples: Sequence[RetrievalExample], is_alone: bool) -> list[dict[str, float]]:
+    """Return the divergence from prefix mode over temperatures and scales; documents follow a system turn, or nothing."""
+    pairs = [(t, s) for t in (0.8, 0.9, 1.0, 1.1) for s in (0.3, 0.5, 0.7, 1.0, 1.4)]
+    answers = []
+    with engine.session(mode="prefix", seed=0) as session:
+        for example in examples:
+            system, documents = encode(session, Group(example.documents, ()))
+            everything = Question(example.question, (), tuple(range(len(documents))))
+            message, rows = ask(session, everything, system, documents, Condition(None), temperature=0, max_tokens=24)
+            answers.append((everything, list(message.result().output_token_ids), rows))
+    divergences: dict[tuple[float, float], list[float]] = defaultdict(list)
+    with engine.session(seed=0) as session:
+        for example, (question, ids, expected) in zip(examples, answers, strict=True):
+            system, documents = encode(session, Group(example.documents, ()), is_alone=is_alone)
+            for pair in pairs:
+                condition = Condition(Repair(0, "align", pair))
+                copy, rows = ask(session, question, system, documents, condition, forced_tokens=ids)
+                copy.wait_encoded()
+                before, after = torch.stack(expected[: len(ids)]), torch.stack(rows[: len(ids)])
+                divergences[pair].append((before.exp() * (before - after)).sum(-1).clamp_min(0).mean().item())
+                copy.release()
+    reuse = divergences[1.0, 1.0]
+    return [
+        {"temperature": t, "scale": s, "kl": asdict(mean(values)), "kl over reuse": asdict(difference(values, reuse))}
+        for (t, s), values in divergences.items()
+    ]
+
+
 def print_retrieval(name: str, records: Sequence[Mapping[str, Any]]) -> None:
     columns = {"right": ".2f", "f1": ".3f", "f1 over prefix": "+.3f", "f1 over reuse": "+.3f", "kl": ".3f"}
     columns["kl over reuse"] = "+.3f"
@@ -280,6 +312,7 @@ def main() -> None:
     options.add_argument("--max-tokens", type=int, default=32, help="of a message of a workflow")
     options.add_argument("--conditions", nargs="*", help="default: all")
     options.add_argument("--alignment", type=float, nargs=2, help="temperature and scale; default: the calibrated ones")
+    options.add_argument("--grid", choices=("behind", "alone"), help="measure divergence over the two numbers instead")
     options.add_argument("--cost", action="store_true", help="measure times instead")
     options.add_argument("--rounds", type=int, default=12, help="of --cost")
     options.add_argument("--dtype", default="bfloat16")
@@ -290,6 +323,18 @@ def main() -> None:
         engine = Engine.from_pretrained(given.model, dtype=given.dtype, features=[FirstTokens()])
         name = Path(given.model).stem
     hf_model = engine.core.hf_model
+    if given.grid:
+        records = measure_grid(engine, load_examples(None, given.limit), given.grid == "alone")
+        update = {f"{name}: {given.grid}": {"n": min(given.limit, 20), **provenance(), "rows": records}}
+        write(
+            "align", [], name, grids=merge_results("align", "grids", update), runs=last_result("align").get("runs", {})
+        )
+        rows = [
+            [f"{r['temperature']:g}", f"{r['scale']:g}", show(r["kl"], ".4f"), show(r["kl over reuse"], "+.4f")]
+            for r in records
+        ]
+        print_table(Console(width=120), f"{name}, {given.grid}", ["temperature", "scale", "KL", "over reuse"], rows)
+        return
     alignment = (
         Alignment(*given.alignment)
         if given.alignment
@@ -299,7 +344,9 @@ def main() -> None:
 
     def keep(part: str, records: Sequence[Mapping[str, Any]], **facts: Any) -> None:
         update = {f"{name}: {part}": {**facts, **provenance(), "alignment": alignment._asdict(), "rows": records}}
-        write("align", [], name, runs=merge_results("align", "runs", update))
+        write(
+            "align", [], name, runs=merge_results("align", "runs", update), grids=last_result("align").get("grids", {})
+        )
 
     if given.cost:
         costs = measure_cost(engine, alignment, given.rounds)
