@@ -23,7 +23,6 @@ from rich.console import Console
 from choreograph import Budget, Engine, SamplingParams
 from choreograph.api.concurrency import run_concurrently
 from choreograph.console import print_table
-from choreograph.features.repair.options import REPAIR_STRATEGIES
 from choreograph.lab.evaluation.datasets import Example
 from choreograph.lab.evaluation.experiment import example_seed
 from choreograph.lab.evaluation.statistics import ratio
@@ -34,7 +33,7 @@ from choreograph.outputs import Mode
 from .common import engine as make_engine
 from .common import merge_results, provenance, write
 from .quality import PLANS, Plan, examples_of
-from .repair import RUNS, average, losses, run, show
+from .repair import COMPUTING, RUNS, average, losses, run, show
 
 
 def learn(engine: Engine, plan: Plan, budget: Budget, examples: Sequence[Example], max_tokens: int) -> None:
@@ -57,7 +56,7 @@ def main() -> None:
     options.add_argument("--data", type=Path, required=True)
     options.add_argument("--only", nargs="*", default=list(RUNS))
     options.add_argument("--max-kl", type=float, default=0.02, help="nats a token")
-    options.add_argument("--strategy", default="attention", choices=list(REPAIR_STRATEGIES), help="of repair")
+    options.add_argument("--strategy", default="attention", choices=COMPUTING, help="of repair")
     options.add_argument("--learn", type=int, default=10, help="examples of each workflow to learn from")
     options.add_argument("--limit", type=int, default=3, help="other examples of each workflow to measure")
     options.add_argument("--max-tokens", type=int, default=16, help="of a message")

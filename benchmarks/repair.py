@@ -54,6 +54,7 @@ from .quality import PLANS, examples_of
 RUNS = ("qa-nq_oracle", "math-tree_of_thoughts", "math-mad_par", "math-mad_iter", "bsm", "pd-none")
 SHARES = (0.1, 0.2, 0.4)
 LATE = 0.6, 1.0  # layers that InfoFlow KV observes (arXiv:2603.05353), as shares
+COMPUTING = [name for name, strategy in REPAIR_STRATEGIES.items() if not strategy.aligns]  # `align` measures the other
 TITLES = {
     "qa-nq_oracle": "MultiQA",
     "math-tree_of_thoughts": "Tree of Thoughts",
@@ -209,7 +210,7 @@ def draw(runs: Mapping[str, Any]) -> None:
                         for condition in ("reuse", *(f"{strategy} {share:g}" for share in SHARES))
                         if (record["stage"], condition) in points
                     ]
-                    for strategy in REPAIR_STRATEGIES
+                    for strategy in COMPUTING
                 }
     repair_curves(stages, FIGURES / "repair.svg")
 
@@ -442,7 +443,7 @@ def main() -> None:
     options.add_argument("--skip", type=int, default=0, help="examples to leave out at the start")
     options.add_argument("--max-tokens", type=int, default=64, help="of a message")
     options.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
-    options.add_argument("--strategies", nargs="*", choices=STRATEGIES, default=list(REPAIR_STRATEGIES))
+    options.add_argument("--strategies", nargs="*", choices=STRATEGIES, default=COMPUTING)
     options.add_argument("--cost", action="store_true", help="measure first tokens of retrieval and votes instead")
     options.add_argument(
         "--cpu-time", action="store_true", help="of --cost, for busy machines; use it with OMP_NUM_THREADS=1"

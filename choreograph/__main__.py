@@ -18,7 +18,7 @@ def build_app() -> "typer.Typer":
     import typer
 
     from .cli import engine_commands, prompt_cache_commands, proxy_command, serve_command, step_graph_commands
-    from .lab.commands import demo, evaluate, explain, layer_reuse, run, train
+    from .lab.commands import calibrate, demo, evaluate, explain, layer_reuse, run, train
 
     app = typer.Typer(
         name="choreograph",
@@ -36,6 +36,7 @@ def build_app() -> "typer.Typer":
         proxy_command.proxy,
         engine_commands.info,
         engine_commands.autotune,
+        calibrate.calibrate,
         engine_commands.models,
         demo.demo,
         run.run,

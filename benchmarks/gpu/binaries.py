@@ -81,12 +81,12 @@ def compile_attend(
     size = DTYPES[dtype]
     given = launch_config(head_shape, tile_rows(head_shape, rows, size), size, spec, single_split)
     options = {name: given.pop(name) for name in ("num_warps", "num_stages")}
-    given["INT8"] = is_int8
+    given |= {"INT8": is_int8, "ALIGNED": False}
     types = dict.fromkeys(("query", "rotated_q"), f"*{dtype}") | dict.fromkeys(given, "constexpr")
     types |= dict.fromkeys(("keys", "values"), "*i8" if is_int8 else f"*{dtype}")
     types |= dict.fromkeys(("key_scales", "value_scales"), "*fp32" if is_int8 else f"*{dtype}")
     types |= dict.fromkeys(("work_items", "kv_chunks", "row_params", "rows"), "*i32")
-    types |= dict.fromkeys(("cos", "sin", "alibi_slopes", "lse"), "*fp32") | {
+    types |= dict.fromkeys(("cos", "sin", "alibi_slopes", "lse", "temperatures"), "*fp32") | {
         "partial_out": f"*{dtype if single_split else 'fp32'}"
     }
     types |= dict.fromkeys(("q_head_stride", "q_token_stride", "slot_stride", "window"), "i32") | {
@@ -99,7 +99,9 @@ def compile_attend(
 def compile_merge(head_shape: HeadShape, dtype: str, arch: int, *, has_sinks: bool) -> KernelBinary:
     wide = max(16, triton.next_power_of_2(head_shape.head_dim))
     given = {"HEADS": head_shape.num_q_heads, "D": head_shape.head_dim, "D_PAD": wide, "SINKS": has_sinks}
-    types = dict.fromkeys(("partial_out", "lse"), "*fp32") | dict.fromkeys(("merge_order", "merge_indptr"), "*i32")
+    given["ALIGNED"] = False
+    types = dict.fromkeys(("partial_out", "lse", "alignments"), "*fp32")
+    types |= dict.fromkeys(("merge_order", "merge_indptr", "twins"), "*i32")
     types |= {"sinks": f"*{dtype if has_sinks else 'fp32'}", "out": f"*{dtype}"} | dict.fromkeys(given, "constexpr")
     return _binary(kernels.merge, types, given, {"num_warps": 4}, arch)
 

@@ -151,6 +151,12 @@ class ForwardContext:
     injected_hidden: Mapping[int, Tensor] = field(default_factory=dict)  # (1, N, E), replace layer inputs
     hooked: Sequence["HookedRows"] = ()  # rows whose queries hooks get after each layer
 
+    @property
+    def is_aligned(self) -> bool:
+        """True if some token reads with an alignment."""
+        plans = (self.metadata, *self.layer_metadata.values())
+        return any(metadata.alignment_of is not None for metadata in plans)
+
     def attend(
         self,
         layer: int,

@@ -63,7 +63,8 @@ class _CMetadata(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("slots", "positions", "segments", "readers", "cos", "sin", "slopes")),
-        *((name, _LONG) for name in ("rows", "heads", "groups", "segment_count", "reader_count")),
+        *((name, _POINTER) for name in ("twin_of", "temperatures", "log_scales")),
+        *((name, _LONG) for name in ("tokens", "rows", "heads", "groups", "segment_count", "reader_count")),
         *((name, _LONG) for name in ("half", "interleaved", "threads", "window")),
         ("softcap", ctypes.c_float),
     )
@@ -130,7 +131,9 @@ class CppBackend:
             raise TypeError(
                 f"the kernel is built for head dimensions and types of the batch and cache {self._expected}, not {actual}"
             )
-        out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype)
+        twins = call.metadata.with_twins()
+        num_rows = num_tokens if twins is None else twins.metadata.num_tokens
+        out = torch.empty(num_rows, num_heads, head_dim, dtype=query.dtype)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         sinks = None if call.sinks is None else call.sinks.detach().float().contiguous()
@@ -142,7 +145,7 @@ class CppBackend:
             *(value.data_ptr(), *value.stride()[:2], keys.data_ptr(), values.data_ptr(), out.data_ptr()),
             None if sinks is None else sinks.data_ptr(),
         )
-        return out
+        return out[:num_tokens]
 
 
 def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
@@ -150,7 +153,8 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
 
     Returns the address of the struct and the objects that must live as long as the struct.
     """
-    metadata, spec, rope = call.metadata, call.spec, call.spec.rope
+    spec, rope, twins = call.spec, call.spec.rope, call.metadata.with_twins()
+    metadata = call.metadata if twins is None else twins.metadata
     cos, sin = metadata.rope_tables(rope)
     slopes = None if spec.alibi_slopes is None else np.array(spec.alibi_slopes, dtype=np.float32)
     struct = _CMetadata(
@@ -161,7 +165,11 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
         cos=cos.ctypes.data,
         sin=sin.ctypes.data,
         slopes=None if slopes is None else slopes.ctypes.data,
-        rows=len(metadata.slots),
+        twin_of=None if twins is None else twins.twin_of.ctypes.data,
+        temperatures=None if twins is None else twins.temperatures.ctypes.data,
+        log_scales=None if twins is None else twins.log_scales.ctypes.data,
+        tokens=call.metadata.num_tokens,
+        rows=metadata.num_tokens,
         heads=len(call.query),
         groups=call.keys.shape[1],
         segment_count=len(metadata.kv_runs),
@@ -172,8 +180,8 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
         window=spec.sliding_window or 0,
         softcap=spec.logit_softcap or 0.0,
     )
-    result = ctypes.addressof(struct), (struct, slopes, spec)
-    metadata.cache[f"native {id(spec)}"] = result
+    result = ctypes.addressof(struct), (struct, slopes, spec, twins)
+    call.metadata.cache[f"native {id(spec)}"] = result
     return result
 
 

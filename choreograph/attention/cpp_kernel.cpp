@@ -13,6 +13,9 @@
 
 namespace {
 
+// Rows beyond `tokens` are twins (`AlignedTwins`): they have the query of another row. lse: (rows, heads), base 2.
+struct Twins { const int32_t* of; const float *temperatures, *log_scales; float* lse; };
+
 // window: 0 for none. cap: 0 for none. slopes, sinks: one per head, or null.
 struct Shape {
   int rows, heads, groups, share, slot_stride;
@@ -20,6 +23,8 @@ struct Shape {
   int window;
   const int64_t* positions;
   const float *slopes, *sinks;
+  int tokens;
+  Twins twins;
 };
 struct Rotation { const float *cos, *sin; int half, interleaved; };
 struct Reader { int32_t row0, row1, shift, limit, step, position; };
@@ -283,8 +288,9 @@ struct Kernel {
                    float* acc, float* top, float* norm) {
     int nq = (b1 - b0) * s.share, heads = g1 - g0, all = heads * nq, prepared = -1;
     for (int m = 0; m < all; m++) {
-      const Q* x = q + (b0 + m % nq / s.share) * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
-      float factor = DOTS<T> ? 1 : s.scale;
+      int row = b0 + m % nq / s.share, twin = row - s.tokens;
+      const Q* x = q + (twin < 0 ? row : s.twins.of[twin]) * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
+      float factor = (DOTS<T> ? 1 : s.scale) / (twin < 0 ? 1 : s.twins.temperatures[twin]);
       for (int d = 0; d < D; d++) from_float(to_float(x[d]) * factor, w.query[(int64_t)m * D + d]);
     }
     std::fill(acc, acc + (int64_t)all * D, 0.0f);
@@ -686,20 +692,38 @@ struct Kernel {
         int64_t at = (int64_t)part * stripes * all + (int64_t)(g % heads) * (b1 - b0) * s.share;
         merge_rows(s, &acc[at * D], &top[at], &norm[at], stripes, all, g, b0, b1, out);
       }
+#pragma omp for schedule(static)
+      for (int twin = 0; twin < s.rows - s.tokens; twin++)
+        for (int h = 0; h < s.heads; h++) merge_twin(s, twin, h, out);
     }
+  }
+
+  // Adds what a twin attends to to its row's result.
+  static void merge_twin(const Shape& s, int twin, int h, Q* out) {
+    int64_t at = (int64_t)s.twins.of[twin] * s.heads + h, from = (int64_t)(s.tokens + twin) * s.heads + h;
+    float own = s.twins.lse[at], other = s.twins.lse[from];
+    if (other == -INFINITY) return;
+    other = other * s.twins.temperatures[twin] + s.twins.log_scales[twin] * BASE2;
+    float best = std::max(own, other), keep = exp2_fast(own - best), add = exp2_fast(other - best);
+    float inverse = 1.0f / (keep + add);
+    for (int d = 0; d < D; d++)
+      from_float((to_float(out[at * D + d]) * keep + to_float(out[from * D + d]) * add) * inverse, out[at * D + d]);
   }
 
   // Writes rows b0 <= r < b1 of KV head g.
   static void merge_rows(const Shape& s, const float* acc, const float* top, const float* norm, int stripes, int nq,
                          int g, int b0, int b1, Q* out) {
-    for (int m = 0; m < (b1 - b0) * s.share; m++)
-      merge(acc, top, norm, stripes, nq, m, s.sinks ? s.sinks + g * s.share + m % s.share : nullptr,
-            out + ((int64_t)(b0 + m / s.share) * s.heads + g * s.share + m % s.share) * D);
+    for (int m = 0; m < (b1 - b0) * s.share; m++) {
+      int row = b0 + m / s.share, head = g * s.share + m % s.share;
+      int64_t at = (int64_t)row * s.heads + head;
+      merge(acc, top, norm, stripes, nq, m, s.sinks && row < s.tokens ? s.sinks + head : nullptr, out + at * D,
+            s.twins.lse ? s.twins.lse + at : nullptr);
+    }
   }
 
-  // sink: extra softmax logit with a value of zero, or null
+  // sink: extra softmax logit with a value of zero, or null. lse: where the log-sum-exp goes, or null.
   static void merge(const float* acc, const float* top, const float* norm, int stripes, int nq, int m,
-                    const float* sink, Q* out) {
+                    const float* sink, Q* out, float* lse) {
     float best = -INFINITY, total = 0, sum[D] = {};
     for (int i = 0; i < stripes; i++) best = std::max(best, top[(int64_t)i * nq + m]);
     if (sink) {
@@ -714,13 +738,14 @@ struct Kernel {
     }
     float inverse = total > 0 ? 1.0f / total : 0.0f;
     for (int d = 0; d < D; d++) from_float(sum[d] * inverse, out[d]);
+    if (lse) *lse = total > 0 ? best + std::log2(total) : -INFINITY;
   }
 };
 
 template <int D, int ROW, class Q, class S>
 void write(const Q* k, int64_t k_row, int64_t k_head, const Shape& s, const int64_t* slots, S* to, int threads) {
-#pragma omp parallel for num_threads(threads) if (s.rows >= 64)
-  for (int r = 0; r < s.rows; r++)
+#pragma omp parallel for num_threads(threads) if (s.tokens >= 64)
+  for (int r = 0; r < s.tokens; r++)
     for (int g = 0; g < s.groups; g++) {
       const Q* x = k + r * k_row + g * k_head;
       S* row = to + slots[r] * s.slot_stride + g * ROW;
@@ -736,7 +761,9 @@ struct PlanView {
   const int64_t *slots, *positions;
   const int32_t *segments, *readers;
   const float *cos, *sin, *slopes;
-  int64_t rows, heads, groups, segment_count, reader_count, half, interleaved, threads, window;
+  const int32_t* twin_of;
+  const float *temperatures, *log_scales;
+  int64_t tokens, rows, heads, groups, segment_count, reader_count, half, interleaved, threads, window;
   float softcap;
 };
 
@@ -751,7 +778,9 @@ extern "C" void choreograph_attend(
   using Attention = Kernel<std::conditional_t<std::is_same_v<STORED, int8_t>, Decoded, STORED>, STORED, ELEMENT, WIDTH>;
   constexpr int ROW = Attention::ROW;
   Shape s{rows, heads, groups, heads / groups, groups * ROW, scale * BASE2, p->softcap * BASE2, (int)p->window,
-          p->positions, p->slopes, sinks};
+          p->positions, p->slopes, sinks, (int)p->tokens, {p->twin_of, p->temperatures, p->log_scales, nullptr}};
+  Lines<float> lse((rows - p->tokens > 0 ? (int64_t)rows : 0) * heads);
+  if (rows > p->tokens) s.twins.lse = lse.data();
   Rotation rotation{p->cos, p->sin, (int)p->half, (int)p->interleaved};
   write<WIDTH, ROW>(k, k_row, k_head, s, p->slots, keys, p->threads);
   write<WIDTH, ROW>(v, v_row, v_head, s, p->slots, values, p->threads);

@@ -44,6 +44,19 @@ class AttentionSpec:
         return self.sliding_window is None and self.logit_softcap is None and self.alibi_slopes is None
 
 
+class Alignment(NamedTuple):
+    """Correction of attention to keys that are reused out of their context (APE, arXiv:2502.05431).
+
+    A query's aligned keys, all its reads with an alignment, get scores s: products with the query times the layer's
+    scale, divided by the temperature, before soft cap and ALiBi. In the softmax over all keys they count as one, with
+    the logit ``temperature * logsumexp(s) + log(scale)``, and the value that softmax(s) averages. A constant added to
+    all of a query's products changes nothing, as in ordinary attention, which temperature and scale of 1 give.
+    """
+
+    temperature: float  # above 0
+    scale: float  # above 0
+
+
 class KVRead(NamedTuple):
     """Read of a contiguous slot range by consecutive query tokens.
 
@@ -58,6 +71,20 @@ class KVRead(NamedTuple):
     kv_len: int  # slots that the first query token attends to
     causal: int  # 0 for context (same length for all), 1 for own tokens (one slot more per token)
     position: int  # position of the first slot
+    alignment: Alignment | None = None  # one for all reads of a query token that have any
+
+
+class AlignedTwins(NamedTuple):
+    """Metadata of a batch in which the reads with an alignment have query tokens of their own.
+
+    These twins follow the N tokens of the batch. Backends compute both parts of a token, with their log-sum-exps, and
+    merge them as `Alignment` says. The keys and values of twins are not written.
+    """
+
+    metadata: "AttentionMetadata"  # of N + A query tokens
+    twin_of: np.ndarray  # (A,) int32: query token of each twin, ascending
+    temperatures: np.ndarray  # (A,) float32
+    log_scales: np.ndarray  # (A,) float32, natural logarithms
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +102,8 @@ class AttentionMetadata:
     shifts: list[int]  # distinct shifts in tokens; shifts[0] is 0
     cache: dict[str, object] = field(default_factory=dict)  # derived data, by key
     num_padding: int = 0  # padding tokens at the end, which read nothing
+    alignments: tuple[Alignment, ...] = ()  # distinct ones of `reads`; empty: ordinary attention
+    alignment_of: np.ndarray | None = None  # (E,) int32: 1 + index into `alignments`, or 0; None without alignments
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +144,39 @@ class AttentionMetadata:
         end = self.kv_runs[index + 1, 2] if index + 1 < len(self.kv_runs) else len(self.reads)
         return self.reads[first:end]
 
+    def alignment(self, read: int) -> Alignment | None:
+        """Return the alignment of row `read` of `reads`."""
+        index = 0 if self.alignment_of is None else self.alignment_of[read]
+        return self.alignments[index - 1] if index else None
+
+    def with_twins(self) -> AlignedTwins | None:
+        """Return the batch with aligned reads apart; None without alignments."""
+        if self.alignment_of is None:
+            return None
+        if "twins" not in self.cache:
+            is_aligned = self.alignment_of > 0
+            ranges, ids = self.reads[is_aligned, :2], self.alignment_of[is_aligned] - 1
+            alignment_of_token = np.full(self.num_tokens, -1)
+            for (start, end), index in zip(ranges, ids, strict=True):
+                alignment_of_token[start:end] = index
+            twin_of = np.flatnonzero(alignment_of_token >= 0)
+            reads = self.reads.copy()  # the tokens of a read are adjacent, and so are their twins
+            first_twins = self.num_tokens + np.searchsorted(twin_of, ranges[:, 0])
+            reads[is_aligned, 1] = first_twins + ranges[:, 1] - ranges[:, 0]
+            reads[is_aligned, 0] = first_twins
+            runs = np.searchsorted(self.kv_runs[:, 2], np.arange(len(reads)), side="right")
+            numbers = np.array([(a.temperature, np.log(a.scale)) for a in self.alignments], dtype=np.float32)
+            temperatures, log_scales = np.ascontiguousarray(numbers[alignment_of_token[twin_of]].T)
+            metadata = AttentionMetadata(
+                slots=np.append(self.slots, np.zeros(len(twin_of), dtype=np.int64)),
+                positions=np.append(self.positions, self.positions[twin_of]),
+                kv_runs=self.kv_runs,
+                reads=np.ascontiguousarray(reads[np.lexsort((reads[:, 0], runs))]),  # of each run, in order of tokens
+                shifts=self.shifts,
+            )
+            self.cache["twins"] = AlignedTwins(metadata, twin_of.astype(np.int32), temperatures, log_scales)
+        return cast(AlignedTwins, self.cache["twins"])
+
     def rope_tables(self, rope: Rope | None) -> tuple[np.ndarray, np.ndarray]:
         """Return cos and sin of every shift, (len(shifts), half_dim) float32 each.
 
@@ -138,6 +200,11 @@ class AttentionMetadata:
                 assert 0 <= shift < len(self.shifts)
                 assert readers.isdisjoint(range(q_start, q_end)), "a query token reads a range at one position only"
                 readers.update(range(q_start, q_end))
+        if self.alignment_of is not None:
+            alignments: dict[int, int] = {}
+            for (q_start, q_end, *_), index in zip(self.reads, self.alignment_of, strict=True):
+                for token in range(q_start, q_end) if index else ():
+                    assert alignments.setdefault(token, index) == index, "a query token has one alignment"
 
 
 class _RopeTables(NamedTuple):
@@ -184,12 +251,14 @@ def build_metadata(slots: list[int], reads: Iterable[KVRead], positions: list[in
             key = read.slot_start, key[1] + 1
         ends[key] = max(ends.get(key, 0), read.slot_start + max_kv_len)
         run = runs.setdefault(key, [])
-        # adjacent, with equal shift, kv_len, causal and position
+        # adjacent, with equal shift, kv_len, causal, position and alignment
         if run and not read.causal and run[-1][2:] == (read.q_start, *read[3:]):
             run[-1] = run[-1]._replace(q_end=read.q_end)
         else:
             run.append(read)
     shifts: dict[int, int] = {0: 0}
+    alignments: dict[Alignment | None, int] = {None: 0}
+    alignment_of: list[int] = []
     kv_runs: list[tuple[int, int, int]] = []
     rows: list[tuple[int, ...]] = []
     for key in sorted(runs):
@@ -197,10 +266,13 @@ def build_metadata(slots: list[int], reads: Iterable[KVRead], positions: list[in
         for read in runs[key]:
             shift = shifts.setdefault(read.shift, len(shifts))
             rows.append((read.q_start, read.q_end, shift, read.kv_len, read.causal, read.position))
+            alignment_of.append(alignments.setdefault(read.alignment, len(alignments)))
     return AttentionMetadata(
         slots=np.asarray(slots, dtype=np.int64),
         positions=np.asarray(positions, dtype=np.int64),
         kv_runs=np.asarray(kv_runs, dtype=np.int32).reshape(-1, 3),
         reads=np.asarray(rows, dtype=np.int32).reshape(-1, 6),
         shifts=list(shifts),
+        alignments=tuple(a for a in alignments if a is not None),
+        alignment_of=np.asarray(alignment_of, dtype=np.int32) if len(alignments) > 1 else None,
     )

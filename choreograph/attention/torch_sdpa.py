@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .int8_rows import to_float
-from .metadata import AttentionCall, AttentionMetadata, AttentionSpec
+from .metadata import AlignedTwins, AttentionCall, AttentionMetadata, AttentionSpec
 from .rope import rotate
 
 MAX_FOLDED_TOKENS = 8  # query tokens up to which the heads of a group are cheaper as extra rows than as a batch
@@ -35,17 +35,15 @@ class _RowGroup(NamedTuple):
 
 def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     """Compute attention like `reference.attend`, in query dtype with float32 accumulation."""
+    if (twins := call.metadata.with_twins()) is not None:
+        return _attend_with_twins(call, twins)
     query, spec, sinks = call.query, call.spec, call.sinks
     num_kv_heads, group_size = call.keys.shape[1], len(query) // call.keys.shape[1]
     needs_mask = sinks is not None or spec.logit_softcap is not None
     out = torch.zeros_like(query)
     for group in _row_groups(call.metadata, spec, query, num_kv_heads, needs_mask):
         q = query[:, group.rows].unflatten(0, (num_kv_heads, group_size))  # G H/G n D
-        rows = (to_float(_take(x, group.slots)) for x in (call.keys, call.values))
-        k, v = (x.transpose(0, 1)[:, None] for x in rows)  # G 1 C D
-        if group.cos is not None and group.sin is not None and spec.rope is not None:
-            k = rotate(k, group.cos, group.sin, spec.rope.interleaved)
-        k, v = k.to(query.dtype), v.to(query.dtype)
+        k, v = _keys_values(call, group)
         mask, num_rows = group.mask, q.shape[2]
         if sinks is not None and mask is not None:  # a key and value of zeros, with the sink as its bias
             k, v = (torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2) for x in (k, v))
@@ -58,13 +56,52 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
             k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
             result = scaled_dot_product_attention(q, k, v, mask, is_causal=group.causal, scale=call.scale)
         else:
-            score = spec.logit_softcap * torch.tanh(q.float() @ k.float().mT * (call.scale / spec.logit_softcap))
-            result = (score + mask).softmax(-1) @ v.float()
+            result = (_scores(q, k, call) + mask).softmax(-1) @ v.float()
         result = result.reshape(len(query), num_rows, -1)
         if group.fully_masked is not None:
             result = result.masked_fill(group.fully_masked[:, None], 0.0)
         out[:, group.rows] = result.to(query.dtype)
     return out.transpose(0, 1)
+
+
+def _attend_with_twins(call: AttentionCall, twins: AlignedTwins) -> Float[Tensor, "N H D"]:
+    """Compute aligned attention in float32, with materialized scores."""
+    num_tokens, device, num_kv_heads = call.metadata.num_tokens, call.query.device, call.keys.shape[1]
+    twin_of = torch.from_numpy(twins.twin_of).long().to(device)
+    temperatures, log_scales = (torch.from_numpy(x).to(device)[:, None] for x in (twins.temperatures, twins.log_scales))
+    query = torch.cat([call.query.float(), call.query[:, twin_of].float() / temperatures], dim=1)
+    out = torch.zeros(query.shape[1], len(query), query.shape[2], device=device)
+    lse = torch.full(out.shape[:2], float("-inf"), device=device)
+    for group in _row_groups(twins.metadata, call.spec, query, num_kv_heads, True):
+        assert group.mask is not None, "a mask was asked for"
+        q = query[:, group.rows].unflatten(0, (num_kv_heads, -1))  # G H/G n D
+        k, v = _keys_values(call, group)
+        score = _scores(q, k, call) + group.mask
+        out[group.rows] = (score.softmax(-1).nan_to_num(0.0) @ v.float()).flatten(0, 1).transpose(0, 1)
+        lse[group.rows] = score.logsumexp(-1).flatten(0, 1).T
+    logits = torch.stack([lse[:num_tokens], torch.full_like(lse[:num_tokens], float("-inf"))])
+    logits[1, twin_of] = lse[num_tokens:] * temperatures + log_scales
+    if call.sinks is not None:
+        logits = torch.cat([logits, call.sinks.float().expand_as(logits[:1])])
+    weights = logits.softmax(0).nan_to_num(0.0)[:, :, :, None]
+    result = weights[0] * out[:num_tokens]
+    result[twin_of] += weights[1, twin_of] * out[num_tokens:]
+    return result.to(call.query.dtype)
+
+
+def _keys_values(call: AttentionCall, group: _RowGroup) -> tuple[Tensor, Tensor]:
+    """Return the keys, rotated to their positions, and values that a group reads, (G, 1, C, D) each."""
+    rows = (to_float(_take(x, group.slots)) for x in (call.keys, call.values))
+    k, v = (x.transpose(0, 1)[:, None] for x in rows)
+    if group.cos is not None and group.sin is not None and call.spec.rope is not None:
+        k = rotate(k, group.cos, group.sin, call.spec.rope.interleaved)
+    return k.to(call.query.dtype), v.to(call.query.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, call: AttentionCall) -> Tensor:
+    """Return scores in float32, soft cap included."""
+    scores, cap = q.float() @ k.float().mT * call.scale, call.spec.logit_softcap
+    return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
 def _row_groups(

@@ -62,7 +62,7 @@ def write_int8(
 
 @triton.jit
 def attend(
-    query, keys, values, key_scales, value_scales, work_items, kv_chunks, row_params, rows,
+    query, keys, values, key_scales, value_scales, work_items, kv_chunks, row_params, rows, temperatures,
     cos, sin, alibi_slopes, partial_out, lse, rotated_q,
     q_head_stride, q_token_stride, slot_stride, scale, softcap, window,
     HEADS: tl.constexpr, GQA: tl.constexpr, GQA_PAD: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
@@ -70,13 +70,15 @@ def attend(
     NOROT: tl.constexpr, NOROT_PAD: tl.constexpr, PAIR_STRIDE: tl.constexpr, PAIR_OFFSET: tl.constexpr,
     SOFTCAP: tl.constexpr, SLIDING_WINDOW: tl.constexpr, ALIBI: tl.constexpr, SINGLE_SPLIT: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr, Q_VIA_GMEM: tl.constexpr, PRECISION: tl.constexpr, INT8: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over one work item's KV chunks for one KV head.
 
     *_PAD sizes are powers of two. PAIR_STRIDE and PAIR_OFFSET locate the two elements of a rotated pair.
     SINGLE_SPLIT: the output is final, not a partial result. Q_VIA_GMEM: rotated queries are written to
     `rotated_q` once per chunk; otherwise they are multiplied from registers, where large tiles spill.
-    INT8: keys and values are encoded, and the scales are float32 views of them.
+    INT8: keys and values are encoded, and the scales are float32 views of them. ALIGNED: some rows are of twins
+    (`AlignedTwins`), and `temperatures` divides the scores of every row.
     """
     dtype: tl.constexpr = query.dtype.element_ty
     item, kv_head = tl.program_id(0) // (HEADS // GQA), tl.program_id(0) % (HEADS // GQA)
@@ -102,6 +104,8 @@ def attend(
     if NOROT > 0:
         mask_r = row_mask[:, None] & (r < NOROT)[None, :]
         c = tl.load(q_ptrs[:, None] + 2 * ROT + r[None, :], mask=mask_r, other=0.0)
+    if ALIGNED:
+        sharpness = 1.0 / tl.load(temperatures + first + row_in_tile, mask=row_mask, other=1.0)
     if ALIBI:
         slope = tl.load(alibi_slopes + head, mask=row_mask, other=0.0) * LOG2E
     qk_scale = scale * LOG2E
@@ -162,6 +166,8 @@ def attend(
                     score += tl.dot(c, tl.trans(key.to(dtype)), input_precision=PRECISION)
                 if INT8:
                     score *= tl.load(key_scales + (slot + D) // 4, mask=read, other=0.0)[None, :]
+                if ALIGNED:
+                    score *= sharpness[:, None]
                 distance = q_pos[:, None] - (position[:, None] + j[None, :])
                 if SOFTCAP or ALIBI:
                     score *= qk_scale
@@ -199,15 +205,45 @@ def attend(
 
 @triton.jit
 def merge(
-    partial_out, lse, merge_order, merge_indptr, sinks, out,
-    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
+    partial_out, lse, merge_order, merge_indptr, sinks, twins, alignments, out,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Merge partial results of one token and head by base-2 log-sum-exp."""
+    """Merge partial results of one token and head by base-2 log-sum-exp.
+
+    ALIGNED: a token may have a twin, whose partial results are merged as `Alignment` says.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, D_PAD)
     m_i, l_i = float("-inf"), 0.0
     if SINKS:
         m_i, l_i = tl.load(sinks + head).to(tl.float32) * LOG2E, 1.0
+    m_i, l_i, acc = _merge_row(partial_out, lse, merge_order, merge_indptr, token, head, m_i, l_i, HEADS, D, D_PAD)
+    if ALIGNED:
+        twin = tl.load(twins + token)
+        if twin >= 0:
+            m_twin, l_twin, acc_twin = _merge_row(
+                partial_out, lse, merge_order, merge_indptr, twin, head, float("-inf"), 0.0, HEADS, D, D_PAD
+            )
+            has_keys = l_twin > 0
+            l_safe = tl.where(has_keys, l_twin, 1.0)
+            logit = (m_twin + tl.log2(l_safe)) * tl.load(alignments + 2 * token) + tl.load(alignments + 2 * token + 1)
+            logit = tl.where(has_keys, logit, float("-inf"))
+            m_new = tl.maximum(m_i, logit)
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha, weight = tl.exp2(m_i - m_safe), tl.exp2(logit - m_safe)
+            acc = acc * alpha + acc_twin / l_safe * weight
+            l_i = l_i * alpha + weight
+    acc = acc / tl.where(l_i > 0, l_i, 1.0)
+    tl.store(out + (token * HEADS + head) * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _merge_row(
+    partial_out, lse, merge_order, merge_indptr, token, head, m_i, l_i,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Merge one row's partial results into maximum and sum; return them and the weighted values."""
+    d = tl.arange(0, D_PAD)
     acc = tl.zeros([D_PAD], tl.float32)
     last = tl.load(merge_indptr + token + 1)
     for first in range(tl.load(merge_indptr + token), last, MERGE_BLOCK):
@@ -222,5 +258,4 @@ def merge(
         acc = acc * alpha + tl.sum(weight[:, None] * part, 0)
         l_i = l_i * alpha + tl.sum(weight, 0)
         m_i = m_new
-    acc = acc / tl.where(l_i > 0, l_i, 1.0)
-    tl.store(out + (token * HEADS + head) * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+    return m_i, l_i, acc

@@ -90,9 +90,11 @@ def choreographed(request: Request, cache_manager: KVCacheManager, model_info: M
     request.parent_positions = request.parent_positions or positions  # set if a feature has replaced the parents
     starts = [token_range[0] if token_range else 0 for token_range in request.parent_slices]
     num_layers = len(cache_manager.pool.keys)
+    alignments = request.alignments or (None,) * len(lengths)
+    parents = zip(request.parents, starts, lengths, positions, alignments, strict=True)
     kv_slices = tuple(
-        kv_slice
-        for parent, start, length, offset in zip(request.parents, starts, lengths, positions, strict=True)
+        kv_slice._replace(alignment=alignment)
+        for parent, start, length, offset, alignment in parents
         for kv_slice in parent_slices(parent, start, length, offset, num_layers)
     )
     if not model_info.supports_shift:

@@ -25,7 +25,7 @@ from ..request.request import Purpose, Request, RequestState
 from .blocked_turns import blocked_turn, list_names, name_of
 from .guard import copy_labels
 from .repair.options import Repair
-from .repair.planner import RepairState
+from .repair.planner import ContextRepair
 from .repair.probe import ProbeContext
 from .repair.strategy import ContextView, ParentView
 from .variants import TextOrigin
@@ -402,8 +402,7 @@ def _repaired_context(
         weights_group=original.weights_group,
     )
     copy_labels(original, trial)
-    if repair.share:
-        trial.extend(RepairState(repair))
+    core.features.get(ContextRepair).repair(trial, repair)
     core.add_requests([trial], random.Random(0))
     try:
         try:

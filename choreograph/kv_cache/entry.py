@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ..attention.metadata import KVRead
+from ..attention.metadata import Alignment, KVRead
 from ..outputs import BASE_MODEL
 from .pool import consecutive_runs
 from .transfer import Transfer
@@ -52,6 +52,7 @@ class KVSlice(NamedTuple):
     num_tokens: int
     position: int  # position of token `token_start` in the context
     layers: frozenset[int] | None = None  # layers in which it is visible; None for all
+    alignment: Alignment | None = None  # of attention to it; None: ordinary
 
     @property
     def shift(self) -> int:
@@ -75,7 +76,9 @@ def in_order(context: Sequence[KVSlice]) -> Sequence[KVSlice]:
             else entry.runs.split(start, start + kv_slice.num_tokens)
         )
         shift = kv_slice.shift
-        parts += [KVSlice(entry, a, b - a, entry.position(a) + shift, kv_slice.layers) for a, b in spans]
+        parts += [
+            kv_slice._replace(token_start=a, num_tokens=b - a, position=entry.position(a) + shift) for a, b in spans
+        ]
     return sorted(parts, key=attrgetter("position"))
 
 
@@ -255,15 +258,15 @@ def context_reads(slices: Iterable[KVSlice], q_start: int, q_end: int, layer: in
     Every query token attends to every token of every slice visible in the layer.
     """
     reads = []
-    for entry, token_start, num_tokens, position, layers in slices:
+    for entry, token_start, num_tokens, position, layers, alignment in slices:
         if layers is not None and layer not in layers:
             continue
         shift = position - entry.position(token_start)
         for range_start, slot_start, length in entry.slot_ranges:
             first, last = max(range_start, token_start), min(range_start + length, token_start + num_tokens)
             if first < last:
-                slot = slot_start + first - range_start
-                reads.append(KVRead(slot, q_start, q_end, shift, last - first, 0, entry.position(first) + shift))
+                slot, range_position = slot_start + first - range_start, entry.position(first) + shift
+                reads.append(KVRead(slot, q_start, q_end, shift, last - first, 0, range_position, alignment))
     return reads
 
 
@@ -313,7 +316,7 @@ def prefix_reads(slices: Sequence[KVSlice], q_start: int, start: int, end: int, 
     tokens up to that one, itself included.
     """
     reads, index = [], 0  # index: of the slice's first token in the context
-    for entry, token_start, num_tokens, position, layers in in_order(slices):
+    for entry, token_start, num_tokens, position, layers, alignment in in_order(slices):
         if layers is not None and layer not in layers:
             continue
         shift, q_first = position - entry.position(token_start), q_start - start
@@ -326,17 +329,17 @@ def prefix_reads(slices: Sequence[KVSlice], q_start: int, start: int, end: int, 
             low, high = max(partial_start, start), min(full_start, end)
             if low < high:
                 limit = low - partial_start + 1
-                reads.append(KVRead(slot, q_first + low, q_first + high, shift, limit, 1, range_position))
+                reads.append(KVRead(slot, q_first + low, q_first + high, shift, limit, 1, range_position, alignment))
             if max(full_start, start) < end:
                 rows = q_first + max(full_start, start), q_first + end
-                reads.append(KVRead(slot, *rows, shift, last - first, 0, range_position))
+                reads.append(KVRead(slot, *rows, shift, last - first, 0, range_position, alignment))
         index += num_tokens
     return reads
 
 
 def group_layers_by_context(slices: Iterable[KVSlice], num_layers: int) -> list[list[int]]:
     """Group the layers that share the same visible slices."""
-    layer_sets = {layers for *_, layers in slices if layers is not None}
+    layer_sets = {kv_slice.layers for kv_slice in slices if kv_slice.layers is not None}
     groups: dict[tuple[bool, ...], list[int]] = {}
     for layer in range(num_layers) if layer_sets else ():
         groups.setdefault(tuple(layer in layer_set for layer_set in layer_sets), []).append(layer)

@@ -31,6 +31,8 @@ def content_hash(
         if kv_slice.layers is not None:
             layer_ids = sorted(kv_slice.layers)
             digest.update(b"only" + struct.pack(f"<{len(layer_ids) + 1}q", len(layer_ids), *layer_ids))
+        if kv_slice.alignment is not None:
+            digest.update(b"aligned" + struct.pack("<2d", *kv_slice.alignment))
     if hidden_source is not None:
         assert hidden_source.content_hash is not None, "the source must be hashed first"
         digest.update(b"from" + hidden_source.content_hash)
@@ -74,6 +76,7 @@ def portable_content_hash(
                 s.num_tokens,
                 s.position - base,
                 _sorted_layers(s.layers),
+                *(() if s.alignment is None else s.alignment),
             )
             for s in context
         ]

@@ -160,20 +160,25 @@ def _end_of(namespace: Namespace, path: list[KVSlice]) -> tuple[_Node, int, int]
     """Return a path's last node, end index in it, and token count."""
     if not path:
         return namespace, 0, 0
-    entry, token_start, num_tokens, position, _ = path[-1]
+    entry, token_start, num_tokens, position, *_ = path[-1]
     return entry, token_start + num_tokens, position + num_tokens
 
 
 def _split_slice(kv_slice: KVSlice, entry: KVEntry, index: int, tail: KVEntry) -> Iterator[KVSlice]:
     """Yield a slice, with `tail` in place of `entry` from `index` on."""
-    _, start, count, position, layers = kv_slice
+    _, start, count, position, *_ = kv_slice
     if kv_slice.entry is not entry or start + count <= index:
         yield kv_slice
         return
     num_before = max(0, index - start)
     if num_before:
-        yield KVSlice(entry, start, num_before, position, layers)
-    yield KVSlice(tail, start + num_before - index, count - num_before, position + num_before, layers)
+        yield kv_slice._replace(num_tokens=num_before)
+    yield kv_slice._replace(
+        entry=tail,
+        token_start=start + num_before - index,
+        num_tokens=count - num_before,
+        position=position + num_before,
+    )
 
 
 def common_prefix_len(

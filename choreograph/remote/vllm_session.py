@@ -25,11 +25,12 @@ from ..features.agent_tags import AgentTags
 from ..features.blocked_turns import BlockedTurns
 from ..features.guard import Guard, LabelFlow
 from ..features.other_models import OtherModels, kv_reuse_of
-from ..features.repair.planner import ContextRepair, repair_of
+from ..features.repair.planner import ContextRepair
 from ..models.loader import Vocabulary, load_vocabulary
 from ..namespace import Client
 from ..outputs import BASE_MODEL, MODES, Mode
 from ..utils import call_all
+from ..vllm.reuse_params import NO_ALIGNMENT
 from .vllm_client import VllmClient
 from .vllm_core import VllmCore
 
@@ -79,7 +80,7 @@ class VllmEngine:
         )
         guard = Guard()
         first = AgentTags(), BlockedTurns(), guard
-        features = FeatureSet((*first, OtherModels(), ContextRepair(), VllmLimits(), LabelFlow(guard)))
+        features = FeatureSet((*first, OtherModels(), VllmLimits(), ContextRepair(), LabelFlow(guard)))
         self.core = VllmCore(self._client, hf_model, ServedModels(self.models), base["id"], features)
 
     def session(
@@ -182,12 +183,14 @@ class VllmLimits(ContextFeature):
         Raises:
             ConfigError: if it needs an engine of this process.
         """
-        kv_reuse, repair, state = kv_reuse_of(draft.request), repair_of(draft.request), draft.request.decode_state
+        kv_reuse, repair, state = kv_reuse_of(draft.request), draft.options.get("repair"), draft.request.decode_state
         if kv_reuse != "recompute":
             raise ConfigError(
                 f"kv_reuse={kv_reuse!r}: vLLM reuses KV of the same model alone: use 'recompute', or an Engine"
             )
-        if repair is not None and repair.strategy != "first":
+        if repair is not None and repair.alignment is not None:
+            raise ConfigError(f"repair alignment={repair.alignment!r}: {NO_ALIGNMENT}")
+        if repair is not None and repair.changes and repair.strategy != "first":
             raise ConfigError(
                 f"repair strategy={repair.strategy!r}: vLLM has 'first': use a share from 0 to 1, or an Engine"
             )

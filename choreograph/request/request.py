@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from ..attention.backend import AttentionHook
+from ..attention.metadata import Alignment
 from ..errors import ChoreographError, RequestFailedError
 from ..kv_cache.entry import KVEntry, KVSlice, TokenRuns, entries_of
 from ..namespace import Namespace
@@ -93,6 +94,7 @@ class Request:
     parent_slices: tuple[tuple[int, int] | None, ...]
     offsets: tuple[int | None, ...]  # position of each parent; None: right after the previous one
     new_offset: int | None  # position of the first own token; None: after the last parent
+    alignments: tuple[Alignment | None, ...] = ()  # of attention to each parent; empty: none
     runs: TokenRuns | None = None  # where the positions of a prefill's tokens are not consecutive
     decode_state: DecodeState | None = None  # None for a prefill
     reencoding: Reencoding | None = None  # None: `prompt` has the tokens

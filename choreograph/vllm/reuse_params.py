@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 VERSION = 1
 FIELD = "choreograph"  # of `kv_transfer_params`
@@ -14,6 +14,10 @@ CONNECTOR_OPTION = (  # of `vllm serve`, as errors show it
 )
 MAX_ITEMS = 1024  # spans or stores of one request, which the scheduler plans between two steps
 MAX_NAMES = 16384
+NO_ALIGNMENT = (
+    "vLLM's attention has one softmax scale for all keys of a request, so reused ones cannot have another: use repair as "
+    "a share from 0 to 1, or an Engine"
+)
 
 ReuseKind = Literal["spans", "messages", "exact"]
 EntryName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -67,6 +71,7 @@ class ReuseParams(_Params):
     )
     labels: Annotated[list[str], Field(max_length=64)] = []  # entries are found only under the same labels
     repair: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of every reused run, its first tokens
+    alignment: None = None  # of an `Engine`; refused here
 
     @property
     def is_explicit(self) -> bool:
@@ -76,6 +81,12 @@ class ReuseParams(_Params):
     def end(self) -> int:
         """Index of the prompt token behind the last span."""
         return self.spans[-1].at + self.spans[-1].stop - self.spans[-1].start if self.spans else 0
+
+    @field_validator("alignment", mode="before")
+    @classmethod
+    def _refuse_alignment(cls, value: Any) -> None:
+        if value is not None:
+            raise ValueError(NO_ALIGNMENT)
 
     @model_validator(mode="after")
     def _check_spans(self) -> Self:

@@ -16,14 +16,28 @@ from typer.testing import CliRunner
 from choreograph.cli.main import run_app
 from choreograph.console import make_console, print_table
 from choreograph.errors import ConfigError, ModelError
+from choreograph.features.repair import align
 from choreograph.lab.commands.demo import run_demo
+from choreograph.lab.evaluation import calibration
 from choreograph.utils import atomic_write_text
 
 runner = CliRunner()
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["info"], ["demo"], ["run"], ["eval"], ["bench"], ["chat"], ["proxy"], ["layer-reuse", "profile"]]
+    "command",
+    [
+        [],
+        ["info"],
+        ["demo"],
+        ["run"],
+        ["eval"],
+        ["bench"],
+        ["chat"],
+        ["calibrate"],
+        ["proxy"],
+        ["layer-reuse", "profile"],
+    ],
 )
 def test_help_is_there_for_everything(command):
     result = runner.invoke(app, [*command, "--help"])
@@ -63,6 +77,24 @@ def test_info_in_a_pipe_and_as_json():
     assert facts["layers by attention"] == "30 rotary on 64 dimensions"
     assert facts["largest context in the cache"] <= facts["positions"] == 8192
     assert facts["largest context in free memory"] > 0
+
+
+def test_calibrate_stores_the_numbers_of_a_model(tmp_path, talker_folder, monkeypatch):
+    monkeypatch.setattr(align, "calibrations_file", lambda: tmp_path / "alignments.json")
+    monkeypatch.setattr(calibration, "TEMPERATURES", (0.9, 1.0))
+    monkeypatch.setattr(calibration, "NUM_REFINEMENTS", 1)
+    data = tmp_path / "own.jsonl"
+    records = [{"question": "who?", "documents": [{"title": t, "text": t * 9}]} for t in ("a", "b", "c")]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = runner.invoke(app, ["calibrate", talker_folder, "--data", str(data), "--dtype", "float32", "--json"])
+    facts = json.loads(result.output)
+    assert facts["kl"] <= facts["kl_of_reuse"] and facts["n"] == 3
+    (stored,) = json.loads((tmp_path / "alignments.json").read_text()).values()
+    assert (stored["temperature"], stored["scale"]) == (facts["temperature"], facts["scale"])
+    data.write_text('{"question": "who?"}\n')
+    assert "not JSON Lines of question and documents" in str(
+        runner.invoke(app, ["calibrate", talker_folder, "--data", str(data)]).exception
+    )
 
 
 def test_models_lists_what_is_proved_with_its_test():

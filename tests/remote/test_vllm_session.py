@@ -253,6 +253,8 @@ def test_errors_are_those_of_the_library(servers):
             (lambda: session.decode([1], prompt_logprobs=1), ConfigError),
             (lambda: session.decode([1], [message], kv_reuse="reuse"), ConfigError),
             (lambda: session.decode([1], [message], repair=Repair(0.5, "attention")), ConfigError),
+            (lambda: session.decode([1], [message], repair=Repair(0, "align")), ConfigError),
+            (lambda: session.decode([1], [message], repair=Repair(0.5, "first", (0.9, 0.8))), ConfigError),
             (lambda: session.decode([1], model="other"), ConfigError),
             (lambda: session.prefill([1] * 2000).result(), InvalidPositionError),
             (lambda: engine.session(mode="naive"), ConfigError),

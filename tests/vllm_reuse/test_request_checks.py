@@ -26,6 +26,7 @@ async def post(body: bytes) -> httpx.Response:
         ({"spans": [{"entry": "a", "stop": 3}]}, "choreograph.spans.0.at"),
         ({"repair": 1.5}, "choreograph.repair"),
         ({"mode": "fast"}, "choreograph.mode"),
+        ({"alignment": [0.9, 0.8]}, "choreograph.alignment: Value error, vLLM's attention has one softmax scale"),
         ({"unknown": 1}, "choreograph.unknown"),
         ({"store": [{"entry": "", "start": 0}]}, "choreograph.store.0.entry"),
         (7, "choreograph"),

@@ -9,10 +9,11 @@ their repair, and eviction, recomputation and adapters treat it like every other
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from ...attention.metadata import Alignment
 from ...context.feature import READY, ContextFeature, Outcome, Parser, Prefills, RequestDraft, Wait
 from ...context.placement import namespace_of, parent_slices
 from ...core.core import EngineCore
@@ -22,9 +23,12 @@ from ...kv_cache.hashing import content_hash
 from ...request.request import Request, RequestState
 from ..agent_tags import AgentKey
 from ..variants import TextOrigin
+from .align import find_alignment
 from .options import Repair
 from .probe import AttentionObserver
 from .strategy import ContextView, ParentView, TokenRanges
+
+NEUTRAL = Alignment(1.0, 1.0)  # ordinary attention
 
 MAX_SELECTIONS = 256  # selections that are kept for other readers of a context
 
@@ -52,7 +56,19 @@ class _RepairedContext:
     def offsets(self) -> tuple[int, ...]:
         return tuple(s.position for s in self.hashes)
 
-    def append(self, request: Request, hash_: bytes, start: int, end: int, position: int | None = None) -> None:
+    @property
+    def alignments(self) -> tuple[Alignment | None, ...]:
+        return tuple(s.alignment for s in self.hashes)
+
+    def append(
+        self,
+        request: Request,
+        hash_: bytes,
+        start: int,
+        end: int,
+        position: int | None = None,
+        alignment: Alignment | None = None,
+    ) -> None:
         """Append tokens [start, end) of a request, by default after the last piece."""
         position, num_tokens = self.num_tokens if position is None else position, end - start
         last = self.hashes[-1] if self.hashes else None
@@ -60,7 +76,8 @@ class _RepairedContext:
             self.hashes[-1] = last._replace(num_tokens=last.num_tokens + num_tokens)
         else:
             self.requests.append(request)
-            self.hashes.append(KVSlice(_Source(hash_), start, num_tokens, position))  # type: ignore[arg-type]
+            source: Any = _Source(hash_)
+            self.hashes.append(KVSlice(source, start, num_tokens, position, alignment=alignment))
         self.num_tokens += num_tokens
 
     def is_context_of(self, parent: Request, start: int, reader: Request) -> bool:
@@ -72,10 +89,12 @@ class _RepairedContext:
             return False
         shift = self.num_tokens - parent.entry.base_position
         other = [
-            (s.entry.content_hash, s.token_start, s.num_tokens, s.position + shift, s.layers)
+            (s.entry.content_hash, s.token_start, s.num_tokens, s.position + shift, s.layers, s.alignment)
             for s in parent.entry.context
         ]
-        return other == [(s.entry.content_hash, s.token_start, s.num_tokens, s.position, None) for s in self.hashes]
+        return other == [
+            (s.entry.content_hash, s.token_start, s.num_tokens, s.position, None, s.alignment) for s in self.hashes
+        ]
 
 
 @dataclass
@@ -83,6 +102,7 @@ class RepairState:
     """Repair of one request's context that is still to be planned."""
 
     repair: Repair
+    alignment: Alignment | None  # that of the repair, or the model's
     scoring: Request | None = None  # computes the prompt to score the context
 
 
@@ -107,8 +127,25 @@ class ContextRepair(ContextFeature):
         """Note the share of a context that is computed again."""
         repair: Repair | None = draft.options.get("repair")
         request = draft.request
-        if repair is not None and repair.share > 0 and request.parents and request.mode == "choreographed":
-            request.extend(RepairState(repair))
+        if repair is not None and request.parents and request.mode == "choreographed":
+            self.repair(request, repair)
+
+    def repair(self, request: Request, repair: Repair) -> None:
+        """Repair the context of a request that is not admitted yet.
+
+        Raises:
+            ConfigError: if the repair needs a calibration, and the model has none.
+        """
+        alignment: Alignment | None = None
+        if repair.alignment == "calibrated":
+            hf_model = self._core.model_set.get(request.model)
+            alignment = find_alignment(hf_model.sampled_weights_hash, hf_model.model_info.name)
+        elif repair.alignment is not None:
+            alignment = Alignment(*repair.alignment)
+        if alignment == NEUTRAL:
+            alignment = None
+        if repair.share > 0 or alignment is not None:
+            request.extend(RepairState(repair, alignment))
 
     def rewrite(self, request: Request, *, may_load: bool) -> Outcome:
         """Replace the parents by unchanged ranges and prefills of selected ones."""
@@ -119,9 +156,13 @@ class ContextRepair(ContextFeature):
             return Wait()
         strategy, share = state.repair.selection, state.repair.share
         parents = list(self._views(request))
+        if share == 0:
+            request.alignments = tuple(None if parent.is_exact else state.alignment for parent in parents)
+            del request.extensions[RepairState]
+            return READY
         if share == 1 or all(parent.is_exact for parent in parents):  # nothing to select
             ranges: list[TokenRanges] = [[] if p.is_exact else [(0, len(p.tokens))] for p in parents]
-            return self._replace_parents(request, parents, ranges)
+            return self._replace_parents(request, state, parents, ranges)
         key = self._selection_key(request, state.repair, parents)
         selected = self._selections.get(key)
         if selected is None:
@@ -142,7 +183,7 @@ class ContextRepair(ContextFeature):
             if len(self._selections) >= MAX_SELECTIONS:
                 del self._selections[next(iter(self._selections))]  # the oldest
             self._selections[key] = selected
-        return self._replace_parents(request, parents, selected)
+        return self._replace_parents(request, state, parents, selected)
 
     def _score(self, key: object, view: ContextView, state: RepairState) -> Request:
         """Return a prefill of the prompt over the reused context, once for equal keys."""
@@ -188,27 +229,32 @@ class ContextRepair(ContextFeature):
         self._core.context_loader.ensure_resident(request.id, entries)
         return all(entry.location == "device" and entry.is_complete for entry in entries)
 
-    def _replace_parents(self, request: Request, parents: list[ParentView], ranges: list[TokenRanges]) -> Outcome:
+    def _replace_parents(
+        self, request: Request, state: RepairState, parents: list[ParentView], ranges: list[TokenRanges]
+    ) -> Outcome:
         """Replace the parents by unchanged ranges and prefills of the selected ones."""
         context, prefills = _RepairedContext(), list[Request]()
         for (parent, start, end), view, selected in zip(_visible(request), parents, ranges, strict=True):
+            alignment = None if view.is_exact else state.alignment
             if not selected or context.is_context_of(parent, start, request):
-                context.append(parent, _hash_of(parent), start, end)
+                context.append(parent, _hash_of(parent), start, end, alignment=alignment)
                 continue
             kept = 0
             for first, last in selected:
                 if kept < first:
-                    context.append(parent, _hash_of(parent), start + kept, start + first, view.position + kept)
+                    place = start + kept, start + first, view.position + kept
+                    context.append(parent, _hash_of(parent), *place, alignment)
                 kept = last
             prefills.append(self._build_prefill(request, view, selected, context))
             prefills[-1].extend(TextOrigin(parent, start + selected[0][0], prefills[-1].runs))
             if start + kept < end:
-                context.append(parent, _hash_of(parent), start + kept, end)
+                context.append(parent, _hash_of(parent), start + kept, end, alignment=alignment)
         request.parents, request.parent_slices, request.offsets = (
             tuple(context.requests),
             context.slices,
             context.offsets,
         )
+        request.alignments = context.alignments
         request.new_offset = context.num_tokens
         request.parent_positions = request.parent_positions or tuple(view.position for view in parents)
         del request.extensions[RepairState]
@@ -221,6 +267,7 @@ class ContextRepair(ContextFeature):
         tokens = [token for first, last in selected for token in view.tokens[first:last]]
         prefill = self._build_request(request, tokens, tuple(context.requests), context.slices)
         prefill.offsets, position = context.offsets, view.position + selected[0][0]
+        prefill.alignments = context.alignments
         prefill.position = prefill.new_offset = position
         if len(selected) > 1:
             starts = accumulate((last - first for first, last in selected[:-1]), initial=0)

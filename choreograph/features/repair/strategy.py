@@ -42,6 +42,7 @@ class Strategy(NamedTuple):
     reads_kv: bool = False  # the context must be complete and on the device
     reads_prompt: bool = False  # the prompt is computed over the context first, for `ContextView.attention`
     observed_layers: tuple[float, float] = OBSERVED_LAYERS  # of the prompt; those after them are not computed
+    aligns: bool = False  # nothing is computed; attention to reused parents is corrected instead
 
 
 def select_by_score(view: ContextView, scores: Tensor, block_size: int) -> list[TokenRanges]:

@@ -136,6 +136,10 @@ def train(
     kv_loss_weight: Annotated[
         float, typer.Option("--encodings", help="Weight of the distance of reused KV from KV computed in each context.")
     ] = 0.0,
+    alignment: Annotated[
+        tuple[float, float] | None,
+        typer.Option(metavar="TEMPERATURE SCALE", help="Attend to reused messages as Repair(0, 'align') does."),
+    ] = None,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Save memory: compute layers twice.")
     ] = False,

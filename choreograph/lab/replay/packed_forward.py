@@ -6,6 +6,7 @@ Choreography §2.2 to §2.4), and gradients reach every parent. Calls that only 
 which is computed beforehand without gradients.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -13,16 +14,24 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from ...attention.metadata import AttentionSpec
-from ...attention.reference import apply_softcap_alibi, outside_window
+from ...attention.metadata import Alignment, AttentionSpec
+from ...attention.reference import apply_softcap_alibi, outside_window, shift_aligned
 from ...attention.rope import Rope, rotate
 from ...models.hf_model import HFModel
 from ...outputs import BASE_MODEL
-from .traced_calls import TracedCall, TraceSlice, check_parents, first_decode_index, iter_decodes, reorder_calls
+from .traced_calls import (
+    TracedCall,
+    TraceSlice,
+    check_parents,
+    first_decode_index,
+    iter_decodes,
+    reorder_calls,
+    reused_parents,
+)
 
 KVByLayer = dict[int, tuple[Tensor, Tensor]]  # layer: keys and values of some tokens, (1, G, N, D) each
 
@@ -35,9 +44,12 @@ class PackedTrace:
     The base model computes the prefix.
     """
 
-    def __init__(self, calls: Sequence[TracedCall], num_prefix_calls: int = 0) -> None:
+    def __init__(
+        self, calls: Sequence[TracedCall], num_prefix_calls: int = 0, alignment: Alignment | None = None
+    ) -> None:
         self.calls = tuple(calls)  # in layout order, prefix first; their parents are indices of this tuple
         self.num_prefix_calls = num_prefix_calls
+        self.alignment = alignment  # of attention to parents that were encoded without what precedes them
         self.own_calls = self.calls[num_prefix_calls:]  # calls after the prefix
         self.first_indices = list(accumulate((len(call.tokens) for call in calls), initial=0))  # of each call's tokens
         self.num_prefix_tokens = self.first_indices[num_prefix_calls]
@@ -55,7 +67,7 @@ class PackedTrace:
 
     @cached_property
     def prefix(self) -> "PackedTrace":
-        return PackedTrace(self.calls[: self.num_prefix_calls])
+        return PackedTrace(self.calls[: self.num_prefix_calls], alignment=self.alignment)
 
     def check(self) -> None:
         """Assert that calls attend to earlier calls and the prefix generates nothing."""
@@ -65,14 +77,14 @@ class PackedTrace:
         assert len(self.tokens) == len(self.positions) == self.first_indices[-1] - self.num_prefix_tokens
 
 
-def pack(calls: Sequence[TracedCall]) -> PackedTrace:
+def pack(calls: Sequence[TracedCall], alignment: Alignment | None = None) -> PackedTrace:
     """Pack a trace without a prefix."""
-    return PackedTrace(calls)
+    return PackedTrace(calls, alignment=alignment)
 
 
-def pack_adapter_stages(calls: Sequence[TracedCall]) -> PackedTrace:
+def pack_adapter_stages(calls: Sequence[TracedCall], alignment: Alignment | None = None) -> PackedTrace:
     """Pack a split trace; calls before the first decode are the prefix."""
-    return PackedTrace(calls, first_decode_index(calls))
+    return PackedTrace(calls, first_decode_index(calls), alignment)
 
 
 def full_prompt_indices(packed_prompts: PackedTrace) -> dict[tuple[str, int], list[int]]:
@@ -106,6 +118,14 @@ class PackedForwardContext:
         self._prefix_kv, self._kv_out = prefix_kv, kv_out
         self._lengths = [len(call.tokens) for call in self._calls]
         self._parents = [[s for s in call.parents if s.first < s.last] for call in self._calls]
+        self._alignment = packed.alignment
+        self._aligned: list[Tensor | None] = [None] * len(self._calls)  # (T,) bool: aligned keys, if there are any
+        if packed.alignment is not None:
+            reused = reused_parents(packed.calls)[packed.num_prefix_calls :]
+            for number, (call, flags) in enumerate(zip(self._calls, reused, strict=True)):
+                if any(flags):
+                    keys = [f for s, f in zip(call.parents, flags, strict=True) for _ in range(s.last - s.first)]
+                    self._aligned[number] = torch.tensor([*keys, *[False] * len(call.tokens)], device=device)
         self._shifts = {
             s: s.offset - s.first - packed.calls[s.call].start for parents in self._parents for s in parents
         }
@@ -140,11 +160,12 @@ class PackedForwardContext:
             own = len(prefix) + number
             call_keys = torch.cat([*(rotated[s] for s in parents), keys[own]], dim=2)
             call_values = torch.cat([*(_take_slice(values[s.call], s) for s in parents), values[own]], dim=2)
-            if spec.is_plain and sinks is None:
+            if spec.is_plain and sinks is None and self._aligned[number] is None:
                 outputs.append(_attend(rows, call_keys, call_values, scale))
             else:
                 distance = self._distance(number)
-                outputs.append(_attend_unfused(rows, call_keys, call_values, scale, distance, spec, sinks))
+                aligned, given = self._aligned[number], (rows, call_keys, call_values, scale, distance, spec, sinks)
+                outputs.append(_attend_unfused(*given, aligned, self._alignment))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def _rotate_keys(self, keys: Float[Tensor, "1 G T D"], shift: int, rope: Rope | None) -> Float[Tensor, "1 G T D"]:
@@ -187,15 +208,22 @@ def _attend_unfused(
     distance: Int[Tensor, "N T"],
     spec: AttentionSpec,
     sinks: Float[Tensor, "H"] | None,
+    aligned: Bool[Tensor, "T"] | None = None,
+    alignment: Alignment | None = None,
 ) -> Float[Tensor, "1 H N D"]:
-    """Compute attention with materialized scores: softcap, ALiBi, windows and sinks."""
+    """Compute attention with materialized scores: softcap, ALiBi, windows, sinks and aligned keys."""
     share = query.shape[1] // keys.shape[1]
     own, total = distance.shape
     k, v = (x[0].repeat_interleave(share, dim=0) for x in (keys, values))
     with torch.autocast(query.device.type, enabled=False):
-        scores = apply_softcap_alibi(query[0].float() @ k.float().transpose(-1, -2) * scale, distance, spec)
+        factors: Any = scale
+        if aligned is not None and alignment is not None:
+            factors = torch.where(aligned, scale / alignment.temperature, scale)
+        scores = apply_softcap_alibi(query[0].float() @ k.float().transpose(-1, -2) * factors, distance, spec)
     future = torch.ones(own, total, dtype=torch.bool, device=query.device).triu(total - own + 1)
     scores = scores.masked_fill(future | outside_window(distance, spec), float("-inf"))
+    if aligned is not None and alignment is not None:
+        scores = shift_aligned(scores, aligned[None], alignment.temperature, math.log(alignment.scale))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, own, 1)], dim=-1)
     return (scores.softmax(-1)[..., :total].to(v.dtype) @ v)[None]
@@ -337,7 +365,8 @@ class BaseKVMemo:
 
     def _compute(self, packed: PackedTrace, cached: Mapping[int, KVByLayer], new: Sequence[int]) -> list[KVByLayer]:
         calls = reorder_calls(packed.calls, [*cached, *new])
-        return compute_kv_per_call(self._hf_model, PackedTrace(calls, len(cached)), list(cached.values()))
+        part = PackedTrace(calls, len(cached), packed.alignment)
+        return compute_kv_per_call(self._hf_model, part, list(cached.values()))
 
     def _call_ids(self, packed: PackedTrace) -> list[int]:
         result: list[int] = []

@@ -97,6 +97,30 @@ def check_parents(calls: Sequence[TracedCall]) -> None:
                 raise DataError(f"call {index} attends to {s}, which is not there: make the traces again")
 
 
+def reused_parents(calls: Sequence[TracedCall]) -> list[list[bool]]:
+    """Return which parents of each call were encoded without what precedes them in it, as `Repair(0, "align")` does.
+
+    The others have the keys and values that prefix mode would compute.
+    """
+    result: list[list[bool]] = []
+    for call in calls:
+        flags: list[bool] = []
+        place = 0  # of the parent in prefix mode
+        before: list[TraceSlice] = []
+        for s in call.parents:
+            if s.first == s.last:
+                flags.append(False)
+                continue
+            parent = calls[s.call]
+            seen = [p._replace(offset=p.offset - parent.start) for p in parent.parents if p.first < p.last]
+            is_exact = not any(flags) and not s.first and not any(result[s.call])
+            flags.append(not (is_exact and seen == [p._replace(offset=p.offset - place) for p in before]))
+            before.append(s._replace(offset=place))
+            place += s.last - s.first
+        result.append(flags)
+    return result
+
+
 def iter_decodes(calls: Iterable[TracedCall]) -> Iterator[tuple[tuple[str, int], TracedCall]]:
     """Yield ((stage, index within the stage), call) of every decode."""
     count: Counter[str] = Counter()

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...attention.metadata import Alignment
 from ...errors import ConfigError
 from ...models.hf_model import HFModel
 from ...outputs import Mode
@@ -30,10 +31,11 @@ class TrainingExample:
     id: str
     calls: tuple[TracedCall, ...]  # generated tokens, log-probabilities and `top` are the baseline's
     adapter_only: bool = False  # calls are the result of `split_adapter_stages`
+    alignment: Alignment | None = None  # of attention to reused messages
 
     @property
     def packed(self) -> PackedTrace:
-        return pack_adapter_stages(self.calls) if self.adapter_only else pack(self.calls)
+        return (pack_adapter_stages if self.adapter_only else pack)(self.calls, self.alignment)
 
     @property
     def num_targets(self) -> int:
@@ -173,4 +175,5 @@ def concat_examples(examples: Sequence[TrainingExample]) -> TrainingExample:
                     seen[key] = len(result)
                     result.append(replace(call, parents=parents))
                 own.append(seen[key])
-    return TrainingExample(", ".join(example.id for example in examples), tuple(result), adapter_only)
+    name = ", ".join(example.id for example in examples)
+    return TrainingExample(name, tuple(result), adapter_only, examples[0].alignment)

@@ -22,6 +22,7 @@ from torch import nn
 from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
+from ...attention.metadata import Alignment
 from ...errors import ConfigError, DataError
 from ...models.adapter_usage import AdapterUsage, matches_weights, read_record
 from ...models.hf_model import HFModel
@@ -74,11 +75,16 @@ def train(
     for example in [*examples, *validation] if config.kl_weight else ():
         topk_targets(example)
     manifest = TrainManifest(
-        config=config.model_dump(mode="json"),
+        config=config.model_dump(mode="json", exclude=set() if config.alignment else {"alignment"}),
         model=hf_model.model_info.fingerprint,
         examples=_content_hash(examples),
         validation=_content_hash(validation),
     )
+    if config.alignment is not None:
+        alignment = Alignment(*config.alignment)
+        examples, validation = (
+            [replace(example, alignment=alignment) for example in part] for part in (examples, validation)
+        )
     with exclusive_dir(out):
         if not _is_finished(out, manifest):
             report = _run_training(hf_model, examples, validation, out, config, baseline, on_update)
@@ -87,7 +93,10 @@ def train(
 
 
 def _content_hash(examples: Sequence[TrainingExample]) -> str:
-    return hashlib.sha256(json.dumps([asdict(example) for example in examples]).encode()).hexdigest()
+    records = [asdict(example) for example in examples]
+    for record in records:
+        del record["alignment"]  # part of the configuration
+    return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
 def _is_finished(out: Path, manifest: TrainManifest) -> bool:

@@ -37,6 +37,7 @@ class TrainConfig(BaseModel):
     gradient_checkpointing: bool = False  # recompute layers in the backward pass to save memory
     bf16: bool = False  # compute in bfloat16; weights keep their dtype
     tensorboard: bool = False  # write metrics for TensorBoard too
+    alignment: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None  # see `Repair`; None: none
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0  # NumPy's range
 
     def __init__(self, **options: Any) -> None:

@@ -106,6 +106,7 @@ class StaticMetadata:
             alibi_slopes=torch.from_numpy(triton.alibi_slopes_array(spec)).to(device),
             max_tile_rows=max_tile_rows,
             single_split=False,
+            twins=None,
         )
 
     def fill(self, tiles: TileMetadata, metadata: AttentionMetadata) -> None:
@@ -271,10 +272,10 @@ class CudaGraphForward:
     def prepare(self, forward_context: ForwardContext) -> _PreparedStep | None:
         """Pad a step and partition its attention work, cached in its metadata.
 
-        Return None for a step with too many tokens, with injected hidden states or with hooks.
+        Return None for a step with too many tokens, with injected hidden states, hooks or alignments.
         """
         size = next((size for size in self.sizes if size >= forward_context.metadata.num_tokens), None)
-        if size is None or forward_context.injected_hidden or forward_context.hooked:
+        if size is None or forward_context.injected_hidden or forward_context.hooked or forward_context.is_aligned:
             return None
         context, info = forward_context.pad_to(size), self._hf_model.model_info
         index_by_ids: dict[tuple[int, int], int] = {}

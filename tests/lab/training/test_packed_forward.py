@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from choreograph import Engine
+from choreograph import Engine, Repair
+from choreograph.attention.metadata import Alignment
 from choreograph.lab.replay.packed_forward import forward, forward_no_grad, pack
 from choreograph.lab.replay.traced_calls import as_full_prompts, trace_calls
 from choreograph.lab.training.losses import log_likelihood
@@ -23,8 +24,8 @@ def heard(steps):
     return [one.logprob for step in steps for one in step.message.logprobs or ()]
 
 
-def in_one_pass(adapter, calls):
-    packed = pack(calls)
+def in_one_pass(adapter, calls, alignment=None):
+    packed = pack(calls, alignment)
     packed.check()
     return log_likelihood(forward_no_grad(adapter, packed), packed.targets).tolist()
 
@@ -41,6 +42,15 @@ def test_one_pass_is_the_engine_step_by_step(engine, nodes):
         steps = run_graph(session, nodes)
         calls = trace_calls(steps)
         assert in_one_pass(inspect(engine).hf_model, calls) == pytest.approx(heard(steps), abs=1e-4)
+
+
+@given(nodes=graphs(), alignment=st.sampled_from([Alignment(0.8, 0.5), Alignment(1.2, 2.0)]))
+@settings(max_examples=many(40), deadline=None)
+def test_one_pass_aligns_like_the_engine(engine, nodes, alignment):
+    with engine.session(repair=Repair(0, "align", alignment)) as session:
+        steps = run_graph(session, nodes)
+        calls = trace_calls(steps)
+        assert in_one_pass(inspect(engine).hf_model, calls, alignment) == pytest.approx(heard(steps), abs=2e-4)
 
 
 @given(nodes=graphs())
@@ -154,3 +164,30 @@ def test_gradients_reach_what_was_seen_elsewhere(seed):
             for p, d in zip(weights, direction, strict=True):
                 p.sub_(sign * d)
     assert (ends[0] - ends[1]) / 2 == pytest.approx(slope, rel=0.03, abs=5e-5)
+
+
+def test_gradients_pass_through_aligned_attention():
+    """Finite differences of the loss along a random direction of all weights."""
+    model = tiny_models.build(seed=7)
+    engine = Engine.from_pretrained(model)
+    with engine.session() as session:
+        a, b = session.prefill([1, 2, 3, 4]), session.prefill([20, 21, 22])
+        c = session.decode([10], [a, b], forced_tokens=[11, 12])
+        calls = trace_calls([StageCall("", m) for m in (a, b, c)])
+    adapter, weights = inspect(engine).hf_model, list(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    direction = [torch.randn(w.shape, generator=generator) * 1e-3 for w in weights]
+
+    def loss():
+        packed = pack(calls, Alignment(0.7, 0.5))
+        with adapter.attention_hook():
+            return -log_likelihood(forward(adapter, packed), packed.targets).sum()
+
+    slope = sum((g * d).sum() for g, d in zip(torch.autograd.grad(loss(), weights), direction, strict=True)).item()
+    sides = []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for weight, step in zip(weights, direction, strict=True):
+                weight += sign * step
+            sides.append(loss().item())
+    assert slope == pytest.approx((sides[0] - sides[1]) / 2, rel=2e-2)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, SamplingParams
+from choreograph.attention.metadata import Alignment
 from choreograph.errors import ConfigError, DataError, ModelError
 from choreograph.lab.replay.packed_forward import forward, forward_no_grad, pack
 from choreograph.lab.replay.traced_calls import TracedCall, TraceSlice
@@ -504,3 +505,15 @@ def test_the_attention_is_found_whatever_it_is_called(family, wanted):
 def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         TrainConfig(**bad)
+
+
+def test_a_training_with_an_alignment_learns_and_validates_with_it(adapter, tmp_path):
+    aligned = [replace(example, alignment=Alignment(0.8, 0.5)) for example in CHECK]
+    report = train(adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=1, alignment=(0.8, 0.5)))
+    assert report.loss_before == pytest.approx(mean_loss(adapter, aligned))
+    assert report.loss_before != pytest.approx(mean_loss(adapter, CHECK), abs=1e-4)
+    assert report.loss_after < report.loss_before
+    with pytest.raises(ConfigError, match="alignment"):
+        TrainConfig(alignment=(0.0, 1.0))
+    with pytest.raises(ConfigError, match="another setting"):
+        train(adapter, LEARN, CHECK, tmp_path, TrainConfig(**FAST, epochs=1))
