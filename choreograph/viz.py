@@ -104,6 +104,26 @@ def draw_message_graph(steps: Sequence[tuple[str, "Message"]], path: Path, title
                     axes.text(bar.position + bar.length / 2, y, bar.number, ha="center", va="center", color=ink)
 
 
+def draw_questions(runs: Mapping[str, Sequence[tuple[float, float, float]]], path: Path) -> None:
+    """Draw when questions were answered, one row for each run.
+
+    Args:
+        runs: label -> start of each question, time until its first token, and end, in seconds.
+    """
+    with saved_figure(path, AXIS_WIDTH, 0.8 + 2 * ROW * len(runs)) as axes:
+        for row, questions in enumerate(runs.values()):
+            starts, waits = [start for start, _, _ in questions], [ttft for _, ttft, _ in questions]
+            firsts, answers = zip(*((start + ttft, end - start - ttft) for start, ttft, end in questions), strict=True)
+            labels = ("until the first token", "answer") if row == 0 else (None, None)
+            axes.barh([row] * len(waits), waits, BAR, starts, color=COLORS[1], edgecolor="white", label=labels[0])
+            axes.barh([row] * len(waits), answers, BAR, firsts, color=COLORS[0], edgecolor="white", label=labels[1])
+        axes.set_yticks(range(len(runs)), list(runs))
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds; where notes are encoded once, that comes first")
+        axes.legend(loc="lower right")
+        axes.set_title(f"{len(next(iter(runs.values())))} questions over five of ten notes each, one after the other")
+
+
 def draw_layout(layout: "Layout", path: Path) -> None:
     """Draw a row per module over positions, with brackets around unions."""
     from .prompt_cache.layout import enclosing_union

@@ -105,10 +105,31 @@ def test_models_lists_what_is_proved_with_its_test():
         assert Path(facts["test"]).is_file()
 
 
+def test_the_demo_answers_questions_in_three_ways(tmp_path, talker_folder):
+    picture = tmp_path / "questions.svg"
+    result = runner.invoke(app, ["demo", "--model", talker_folder, "--svg", str(picture), "--json"])
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.output)["summary"]
+    prefix, reuse, repaired = (summary[name]["computed_tokens"] for name in summary)
+    assert reuse < repaired < prefix / 2
+    assert "first token" in picture.read_text()
+
+
 @pytest.mark.usefixtures("brief")
-def test_the_demo_repeats_the_content_and_draws_the_graph(tmp_path, talker_folder):
+def test_the_demo_of_a_tree_repeats_the_content_and_draws_the_graph(tmp_path, talker_folder):
     picture = tmp_path / "graph.svg"
-    small = ["--branches", "2", "--voters", "2", "--pairs", "2", "--model", talker_folder]
+    small = [
+        "--workflow",
+        "tree_of_thoughts",
+        "--branches",
+        "2",
+        "--voters",
+        "2",
+        "--pairs",
+        "2",
+        "--model",
+        talker_folder,
+    ]
     result = runner.invoke(app, ["demo", *small, "--svg", str(picture), "--json"])
     assert result.exit_code == 0, result.output
     numbers = json.loads(result.output)

@@ -1,10 +1,10 @@
-"""`choreograph demo`: Tree of Thoughts in prefix and choreographed mode."""
+"""`choreograph demo`: questions over notes, or Tree of Thoughts, in prefix and choreographed mode."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,12 +15,15 @@ from ...outputs import Mode
 from ...sampling_params import SamplingParams
 from ...utils import ensure_writable, require
 from ...viz import draw_message_graph
+from .retrieval_demo import run_retrieval_demo
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ...api.engine import Engine
     from ..workflows.run import WorkflowResult
+
+Workflow = Literal["retrieval", "tree_of_thoughts"]
 
 TASK = (
     "The mill on the Arn was built in 1711 and ground rye until the flood of 1954. The stone bridge beside it has five "
@@ -169,19 +172,21 @@ def _print_comparison(
 def demo(
     model: common.ModelOption = common.DEFAULT_MODEL,
     dtype: common.DtypeOption = "auto",
-    branches: Annotated[int, typer.Option(min=1, help="Solutions to branch into.")] = 8,
-    voters: Annotated[int, typer.Option(min=1, help="Votes on the best solution.")] = 4,
-    pairs: Annotated[int, typer.Option(min=1, help="How often to time both modes.")] = 3,
-    svg: Annotated[Path, typer.Option(help="Where the picture of the message graph goes (SVG).")] = Path(
-        "out/demo-graph.svg"
-    ),
+    workflow: Annotated[Workflow, typer.Option(help="What to run.")] = "retrieval",
+    branches: Annotated[int, typer.Option(min=1, help="Tree of Thoughts: solutions to branch into.")] = 8,
+    voters: Annotated[int, typer.Option(min=1, help="Tree of Thoughts: votes on the best solution.")] = 4,
+    pairs: Annotated[int, typer.Option(min=1, help="Tree of Thoughts: how often to time both modes.")] = 3,
+    svg: Annotated[Path, typer.Option(help="Where the picture goes (SVG).")] = Path("out/demo.svg"),
     seed: common.SeedOption = 0,
     as_json: common.JsonOption = False,
 ) -> None:
-    """Compare Tree of Thoughts in prefix mode and choreographed, on equal tokens."""
+    """Compare prefix caching and reuse: eight questions over notes, or Tree of Thoughts on equal tokens."""
     console = make_console(quiet=as_json)
     with console.status("loading the model") if console.is_terminal else nullcontext():
         engine = common.open_engine(model, dtype)
-    numbers = run_demo(engine, console, branches=branches, voters=voters, pairs=pairs, svg_path=svg, seed=seed)
+    if workflow == "retrieval":
+        numbers = run_retrieval_demo(engine, console, svg_path=svg)
+    else:
+        numbers = run_demo(engine, console, branches=branches, voters=voters, pairs=pairs, svg_path=svg, seed=seed)
     if as_json:
         print(json.dumps(numbers))
