@@ -1,35 +1,55 @@
 """What the rules of `docs/quality.md` change: programs that differ in one rule, asked the same questions.
 
-`make bench NAME=rules ARGS="--model model.gguf --data folder"`. Documents are encoded once, and every question reads five of
-them in an order of its own, greedily. Questions of Natural Questions are taken by tens with the documents of all ten, those
-of HotpotQA have documents of their own. Documents and instructions are complete before the question is asked; a question that
-is prefilled counts towards the first token. Intervals are of the questions, paired; results are saved after each set.
+`make bench NAME=rules ARGS="--model model.gguf --data folder"`. Three parts:
+
+- `documents`: documents are encoded once, and every question reads five of them in an order of its own, greedily. Questions of
+  Natural Questions are taken by tens with the documents of all ten, those of HotpotQA have documents of their own.
+  Documents and instructions are complete before the question is asked; a question that is prefilled counts towards the
+  first token.
+- `judges`: four workers answer a question of Natural Questions from two of five documents each; a judge, who sees their
+  answers alone, names the right one. All judges judge the same answers.
+- `workflows`: the forms of the workflows that differ in a rule, in prefix mode and choreographed, on the same examples.
+
+Intervals are of the questions, paired; results are saved after each set, a judge's answers and a workflow.
 """
 
 import argparse
 import json
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from choreograph import CacheConfig, Engine, EngineConfig, Message, SamplingParams
+from choreograph import CacheConfig, Engine, EngineConfig, Message, Repair, SamplingParams
 from choreograph.console import print_table
-from choreograph.lab.evaluation.metrics import f1, is_correct
+from choreograph.lab.evaluation.experiment import Experiment
+from choreograph.lab.evaluation.metrics import SCORERS, f1, is_correct, score
 from choreograph.lab.evaluation.report import format_estimate
+from choreograph.lab.evaluation.run_dir import RunDirectory
+from choreograph.lab.evaluation.runner import evaluate_conditions
+from choreograph.lab.evaluation.splits import shared_units
 from choreograph.lab.evaluation.statistics import difference, mean
+from choreograph.lab.workflows import Condition, find
+from choreograph.lab.workflows.parsing import first_choice
 from choreograph.outputs import Mode
 
 from .common import interval, merge_results, provenance, write
+from .quality import Plan, examples_of
 
 DATA = ("nq_oracle", "hotpotqa")
 SYSTEM = "You answer questions about documents."
 INSTRUCTION = "Answer the question with a few words of the documents."
 NUM_READ = 5  # documents of a question
+NUM_WORKERS = 4
+ANSWER = "Answer the question with one sentence, from the documents."
+JUDGE = (
+    "There are four answers to a question, each from other documents. Judge which one is right. Answer with its number."
+)
 
 
 class Question(NamedTuple):
@@ -74,7 +94,39 @@ PROGRAMS = {
     "no rule": Program(question="last, on its own", system="apart", documents="text"),
 }
 REFERENCE = "all rules"
-SOME_PROGRAMS = (*list(PROGRAMS)[:3], "instruction first", "documents encoded without the system turn", "no rule")
+PARTS = ("documents", "judges", "workflows")
+TEXT = {"prompt": "text"}
+WORKFLOWS: dict[
+    str, tuple[Plan, dict[str, dict[str, Any]]]
+] = {  # and forms by name, what others are compared with first
+    "multi_qa": (
+        Plan("multi_qa", "nq_oracle", 60, 64),
+        {form: {"form": form} for form in ("paper", "guided", "in_context")},
+    ),
+    "tree_of_thoughts": (
+        Plan("tree_of_thoughts", "nq_oracle", 60, 48, {**TEXT, "branches": 4, "voters": 2}),
+        {
+            "short": {"form": "short"},
+            "short, exact judges": {"form": "short", "exact_judges": True},
+            "in_context": {"form": "in_context"},
+            "in_context, exact judges": {"form": "in_context", "exact_judges": True},
+        },
+    ),
+    "debate_parallel": (
+        Plan("debate_parallel", "nq_oracle", 60, 48, {**TEXT, "rounds": 2}),
+        {form: {"form": form} for form in ("paper", "guided", "in_context")},
+    ),
+    "peer": (Plan("peer", "nq_oracle", 60, 48, TEXT), {form: {"form": form} for form in ("shared", "in_context")}),
+    "branch_solve_merge": (
+        Plan("branch_solve_merge", "commongen_hard", 60, 128),
+        {form: {"form": form} for form in ("paper", "in_context")},
+    ),
+    "debate_iterative": (
+        Plan("debate_iterative", "gsm8k", 60, 96, {"form": "short", "rounds": 2}),
+        {"short": {}, "short, exact judges": {"exact_judges": True}},
+    ),
+}
+SOME_PROGRAMS = (*list(PROGRAMS)[:3], "documents encoded without the system turn")
 
 
 @dataclass
@@ -183,6 +235,109 @@ def measure_documents(engine: Engine, groups: Sequence[Group], names: Sequence[s
     ]
 
 
+def judge(
+    engine: Engine, group: Group, judges: Mapping[str, tuple[str, Repair | None]]
+) -> tuple[list[bool], dict[str, Message]]:
+    """Return whether each worker's answer is right, and the verdict of every judge, by where its question is and its repair."""
+    engine.clear_cache()
+    (question,) = group.questions
+    with engine.session(seed=0) as session:
+        system = session.prefill(session.system(SYSTEM))
+        documents = [session.prefill(session.user(group.documents[i]), [system]) for i in question.reads]
+        answers = []
+        for number in range(NUM_WORKERS):
+            header = [
+                session.user(f"{ANSWER}\n\nQuestion: {question.text}"),
+                session.assistant(f"Answer {number + 1}:\n"),
+            ]
+            read = [system, *documents[number : number + 2]]
+            answers.append(session.decode(header, read, temperature=0, max_tokens=32))
+        turn, verdicts = session.user(f"{JUDGE}\n\nQuestion: {question.text}"), {}
+        first = session.prefill(turn, [system])
+        for message in (*answers, first):
+            message.result()
+        for name, (place, repair) in judges.items():
+            header = [*([turn] if place == "last" else []), session.assistant("The right answer is number")]
+            parents = [system, *([first] if place == "first" else []), *answers]
+            verdicts[name] = session.decode(header, parents, temperature=0, max_tokens=4, repair=repair).result()
+        return [is_correct(answer.text, question.answers) for answer in answers], verdicts
+
+
+def measure_judges(engine: Engine, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return a record of every judge."""
+    conditions = {"reuse": Repair(0.0), "repair 0.2, attention": Repair(0.2, "attention"), "exact": Repair(1.0)}
+    judges = {
+        f"instruction {place}, {name}": (place, repair)
+        for place in ("last", "first")
+        for name, repair in conditions.items()
+    }
+    values: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in judges}
+    for number, group in enumerate(groups):
+        order = random.Random(number).sample(list(judges), len(judges))
+        right, verdicts = judge(engine, group, {name: judges[name] for name in order})
+        choices = {name: first_choice(verdict.text, NUM_WORKERS) for name, verdict in verdicts.items()}
+        for name, choice in choices.items():
+            column, place = values[name], judges[name][0]
+            column["right"].append(float(choice is not None and right[choice - 1]))
+            column["any answer right"].append(float(any(right)))
+            column["as exact"].append(float(choice == choices[f"instruction {place}, exact"]))
+            column["exact right"].append(
+                float((other := choices[f"instruction {place}, exact"]) is not None and right[other - 1])
+            )
+            column["ttft"].append(verdicts[name].timing.ttft or 0.0)
+            column["exact ttft"].append(verdicts[f"instruction {place}, exact"].timing.ttft or 0.0)
+            column["computed"].append(float(verdicts[name].usage.computed_tokens))
+    return [
+        {
+            "program": name,
+            "right": asdict(mean(column["right"])),
+            "right_over_exact": asdict(difference(column["right"], column["exact right"])),
+            "as_exact": asdict(mean(column["as exact"])),
+            "any_right": asdict(mean(column["any answer right"])),
+            "ttft": middle(column["ttft"]),
+            "exact_over_ttft": middle([a / b for a, b in zip(column["exact ttft"], column["ttft"], strict=True)]),
+            "computed": asdict(mean(column["computed"])),
+        }
+        for name, column in values.items()
+    ]
+
+
+def measure_forms(engine: Engine, name: str, data: Path, limit: int, out: Path) -> list[dict[str, Any]]:
+    """Return a record of every form of a workflow, in both modes."""
+    plan, forms = WORKFLOWS[name]
+    plan = replace(plan, limit=limit)
+    conditions = {}
+    for form, options in forms.items():
+        if "exact_judges" not in options:
+            conditions[f"{form}, prefix mode"] = Condition("prefix", options)
+        conditions[form] = Condition("choreographed", options)
+    sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=plan.max_tokens)
+    experiment = Experiment(plan.workflow, find(plan.workflow), conditions, sampling, options=plan.options)
+    examples = examples_of(plan, data)
+    runs = RunDirectory(out / name, experiment.settings(engine, examples))
+    records = evaluate_conditions(engine, experiment, examples, runs, concurrency=20)
+    metric, _ = SCORERS[examples[0].kind]
+    units = [shared_units(example) for example in examples]
+    scores = {
+        condition: [score(example, record).get(metric, 0.0) for example, record in zip(examples, rows, strict=True)]
+        for condition, rows in records.items()
+    }
+    rows = []
+    for condition, values in scores.items():
+        form = condition.removesuffix(", prefix mode").removesuffix(", exact judges")
+        prefix, first = scores[f"{form}, prefix mode"], scores[next(iter(forms))]
+        rows.append(
+            {
+                "program": condition,
+                metric: asdict(mean(values, units)),
+                "over_prefix_mode": asdict(difference(values, prefix, units)),
+                "over_first_form": asdict(difference(values, first, units)),
+                "computed": asdict(mean([float(record["encoded"]) for record in records[condition]])),
+            }
+        )
+    return rows
+
+
 def save(name: str, model: str, n: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the records of a part and merge them into the result file."""
     columns = [key for key, value in rows[0].items() if isinstance(value, dict)]
@@ -196,17 +351,30 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default=None, help="default: the bundled model")
     options.add_argument("--data", type=Path, required=True)
+    options.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
+    options.add_argument("--workflows", nargs="*", choices=list(WORKFLOWS), default=list(WORKFLOWS))
+    options.add_argument("--out", type=Path, default=Path("out/rules"), help="records of the workflows, to go on with")
     options.add_argument("--sets", nargs="*", choices=DATA, default=DATA)
-    options.add_argument("--limit", type=int, default=60, help="questions of each set")
+    options.add_argument("--limit", type=int, default=60, help="questions of each part")
     options.add_argument("--dtype", default="bfloat16")
     given = options.parse_args()
     config, name = EngineConfig(cache=CacheConfig(capacity=40_000)), Path(given.model or "bundled").stem
     engine = Engine.from_pretrained(*([given.model] if given.model else []), dtype=given.dtype, config=config)
-    for data in given.sets:
+    for data in given.sets if "documents" in given.only else ():
         programs = list(PROGRAMS) if data == "nq_oracle" else SOME_PROGRAMS
         groups = groups_of(data, given.data, given.limit)
         rows = measure_documents(engine, groups, programs)
         save(f"documents, {data}", name, sum(len(group.questions) for group in groups), rows)
+    if "judges" in given.only:
+        groups = [
+            Group(group.documents, [question])
+            for group in groups_of("nq_oracle", given.data, given.limit)
+            for question in group.questions
+        ]
+        save("judges", name, len(groups), measure_judges(engine, groups))
+    for workflow in given.workflows if "workflows" in given.only else ():
+        rows = measure_forms(engine, workflow, given.data, given.limit, given.out)
+        save(f"workflows, {workflow}", name, rows[0]["computed"]["n"], rows)
 
 
 if __name__ == "__main__":
