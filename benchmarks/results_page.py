@@ -473,7 +473,8 @@ def budget(result: Result) -> Any:
         title = repair_benchmark.TITLES[name]
         setting = f"{title}; n = {run['n']}, {run.get('max_tokens', 16)} tokens" + (", early" if run["early"] else "")
         for row in run["rows"]:
-            share = {0: "reused", 1: "computed"}.get(row["share"], f"repaired: {row['share']:.0%}")
+            strategy = row.get("strategy") or run.get("strategy")
+            share = {0: "reused", 1: "computed"}.get(row["share"], f"repaired: {row['share']:.0%}, `{strategy}`")
             speedups = [f"{format_estimate(row[key])}x" for key in ("reuse_speedup", "speedup")]
             kept = f"{row['kept']:.0%}" if row["reuse_speedup"]["low"] > 1 else "-"
             cells = [row["stage"], share, *estimates(row, ("reuse_kl", "kl"), places=3), *speedups, kept]
