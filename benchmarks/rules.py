@@ -4,13 +4,13 @@
 
 - `documents`: documents are encoded once, and every question reads five of them in an order of its own, greedily. Questions of
   Natural Questions are taken by tens with the documents of all ten, those of HotpotQA have documents of their own.
-  Documents and instructions are complete before the question is asked; a question that is prefilled counts towards the
-  first token.
+  Questions are answered together; first tokens and tokens computed are those of the first `--timed` questions, each asked
+  alone, when documents and instructions are complete. A question that is prefilled counts towards the first token.
 - `judges`: four workers answer a question of Natural Questions from two of five documents each; a judge, who sees their
   answers alone, names the right one. All judges judge the same answers.
 - `workflows`: the forms of the workflows that differ in a rule, in prefix mode and choreographed, on the same examples.
 
-Intervals are of the questions, paired; results are saved after each set, a judge's answers and a workflow.
+Intervals are of the questions, paired; results are saved after every ten questions, the judges and every workflow.
 """
 
 import argparse
@@ -18,8 +18,9 @@ import json
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ DATA = ("nq_oracle", "hotpotqa")
 SYSTEM = "You answer questions about documents."
 INSTRUCTION = "Answer the question with a few words of the documents."
 NUM_READ = 5  # documents of a question
+GROUP_SIZE = 10  # questions
 NUM_WORKERS = 4
 ANSWER = "Answer the question with one sentence, from the documents."
 JUDGE = (
@@ -58,7 +60,6 @@ class Question(NamedTuple):
     text: str
     answers: list[str]
     reads: list[int]  # of the group's documents, in order
-    needed: list[int]  # those that have the answer
 
 
 class Group(NamedTuple):
@@ -84,10 +85,8 @@ PROGRAMS = {
     "all rules": Program(),
     "question on its own, last": Program(question="last, on its own"),
     "question first": Program(question="first"),
-    "question first, prefix mode": Program("prefix", question="first"),
     "instruction on its own, behind the documents": Program(instruction="last, on its own"),
     "instruction first": Program(instruction="first"),
-    "instruction first, prefix mode": Program("prefix", instruction="first"),
     "documents encoded without the system turn": Program(system="apart"),
     "documents without markers": Program(documents="text"),
     "documents and question without markers": Program(documents="text", question="last, as text"),
@@ -138,38 +137,46 @@ class Measured:
     ttft: list[float] = field(default_factory=list)  # seconds
     computed: list[float] = field(default_factory=list)  # tokens, with the question's share of the documents
 
-    def add(self, question: Question, answer: Message) -> None:
-        """Score an answer."""
-        self.right.append(float(is_correct(answer.text, question.answers)))
-        self.f1.append(f1(answer.text, question.answers))
-        self.ttft.append(answer.timing.ttft or 0.0)
-
 
 def groups_of(data: str, folder: Path, limit: int) -> list[Group]:
     """Return groups with `limit` questions in all."""
     records = [json.loads(line) for line in (folder / f"{data}.jsonl").read_text().splitlines()[:limit]]
     rng, groups = random.Random(0), []
-    size = 10 if data == "nq_oracle" else 1
-    for start in range(0, len(records), size):
-        members = records[start : start + size]
-        documents = [document for record in members for document in record["documents"]]
-        questions = []
-        for number, record in enumerate(members):
+    for start in range(0, len(records), GROUP_SIZE):
+        members = records[start : start + GROUP_SIZE]
+        documents: list[str] = []
+        questions: list[tuple[str, list[str], Sequence[int], list[int]]] = []
+        for record in members:
+            own = range(len(documents), len(documents) + len(record["documents"]))
+            documents += [f"{document['title']}\n{document['text']}" for document in record["documents"]]
             titles = record.get("supporting_titles")
             needed = [
-                i for i, document in enumerate(documents) if (document["title"] in titles if titles else i == number)
+                i
+                for i, document in zip(own, record["documents"], strict=True)
+                if not titles or document["title"] in titles
             ]
-            others = [i for i in range(len(documents)) if i not in needed]
+            questions.append(
+                (record["question"], record.get("answers") or [record["answer"]], own if titles else (), needed)
+            )
+        group = Group(documents, [])
+        for text, answers, own, needed in questions:
+            others = [i for i in own or range(len(documents)) if i not in needed]
             reads = needed + rng.sample(others, min(len(others), NUM_READ - len(needed)))
             rng.shuffle(reads)
-            questions.append(Question(record["question"], record.get("answers") or [record["answer"]], reads, needed))
-        groups.append(Group([f"{document['title']}\n{document['text']}" for document in documents], questions))
+            group.questions.append(Question(text, answers, reads))
+        groups.append(group)
     return groups
 
 
-def ask(engine: Engine, group: Group, program: Program, sampling: SamplingParams) -> tuple[list[Message], float]:
-    """Return the answers to a group's questions, and the tokens that were computed for one of them."""
-    engine.clear_cache()
+def ask(
+    engine: Engine, group: Group, program: Program, *, max_tokens: int = 12, together: bool = True
+) -> tuple[list[Message], float]:
+    """Return the answers to a group's questions, and the tokens that were computed for one of them.
+
+    Args:
+        together: all questions are answered in the same steps, else one after the other.
+    """
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
     with engine.session(mode=program.mode, seed=0, warn_blocked=False) as session:
         system = session.prefill(session.system(SYSTEM))
         context = [system] if program.system == "first" else []
@@ -198,8 +205,10 @@ def ask(engine: Engine, group: Group, program: Program, sampling: SamplingParams
                 header = f"{text}\nAnswer:"
             else:
                 (before if program.question == "first" else after).append(session.prefill(session.user(text), [system]))
-            answers.append(session.decode(header, [*before, *after], sampling=sampling).result())
-        return answers, session.usage.computed_tokens / len(answers)
+            answers.append(session.decode(header, [*before, *after], sampling=sampling))
+            if not together:
+                answers[-1].result()
+        return [answer.result() for answer in answers], session.usage.computed_tokens / len(answers)
 
 
 def middle(values: Sequence[float]) -> dict[str, float]:
@@ -208,17 +217,38 @@ def middle(values: Sequence[float]) -> dict[str, float]:
     return {"value": statistics.median(values), "low": low, "high": high, "n": len(values)}
 
 
-def measure_documents(engine: Engine, groups: Sequence[Group], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a record of every program."""
-    sampling = SamplingParams(temperature=0, max_tokens=12)
+def measure_documents(
+    engine: Engine,
+    groups: Sequence[Group],
+    names: Sequence[str],
+    timed: int,
+    done: Callable[[int, list[dict[str, Any]]], None],
+) -> None:
+    """Hand the questions so far and a record of every program to `done` after each group.
+
+    Args:
+        timed: questions whose first tokens are measured, each alone.
+    """
     measured: dict[str, Measured] = {name: Measured() for name in names}
     for number, group in enumerate(groups):
-        for name in random.Random(number).sample(list(names), len(names)):
-            answers, computed = ask(engine, group, PROGRAMS[name], sampling)
-            for question, answer in zip(group.questions, answers, strict=True):
-                measured[name].add(question, answer)
-                measured[name].computed.append(computed)
-        print(f"... {number + 1} of {len(groups)} groups", flush=True)
+        engine.clear_cache()
+        order = random.Random(number).sample(list(names), len(names))
+        for name in order:
+            for question, answer in zip(group.questions, ask(engine, group, PROGRAMS[name])[0], strict=True):
+                measured[name].right.append(float(is_correct(answer.text, question.answers)))
+                measured[name].f1.append(f1(answer.text, question.answers))
+        if left := timed - len(measured[REFERENCE].ttft):
+            part = Group(group.documents, group.questions[:left])
+            for name in order:
+                engine.clear_cache()
+                answers, computed = ask(engine, part, PROGRAMS[name], max_tokens=1, together=False)
+                measured[name].ttft += [answer.timing.ttft or 0.0 for answer in answers]
+                measured[name].computed += [computed] * len(answers)
+        done(len(measured[REFERENCE].right), summarize_documents(measured))
+
+
+def summarize_documents(measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
+    """Return a record of every program."""
     reference, prefix = measured[REFERENCE], measured[f"{REFERENCE}, prefix mode"]
     return [
         {
@@ -356,15 +386,15 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("out/rules"), help="records of the workflows, to go on with")
     options.add_argument("--sets", nargs="*", choices=DATA, default=DATA)
     options.add_argument("--limit", type=int, default=60, help="questions of each part")
+    options.add_argument("--timed", type=int, default=10, help="questions of each set whose first tokens are measured")
     options.add_argument("--dtype", default="bfloat16")
     given = options.parse_args()
     config, name = EngineConfig(cache=CacheConfig(capacity=40_000)), Path(given.model or "bundled").stem
     engine = Engine.from_pretrained(*([given.model] if given.model else []), dtype=given.dtype, config=config)
     for data in given.sets if "documents" in given.only else ():
         programs = list(PROGRAMS) if data == "nq_oracle" else SOME_PROGRAMS
-        groups = groups_of(data, given.data, given.limit)
-        rows = measure_documents(engine, groups, programs)
-        save(f"documents, {data}", name, sum(len(group.questions) for group in groups), rows)
+        done = partial(save, f"documents, {data}", name)
+        measure_documents(engine, groups_of(data, given.data, given.limit), programs, given.timed, done)
     if "judges" in given.only:
         groups = [
             Group(group.documents, [question])

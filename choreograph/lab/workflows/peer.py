@@ -7,7 +7,7 @@ turn; the step graph predicts which role is needed next. The reviewer may send t
 from ...agents import StepGraph, Workflow
 from ...api.message import Message
 from ...errors import ConfigError
-from .run import WorkflowRun, check_choices
+from .run import WorkflowRun, check_choices, exact
 from .single_call import STOP_STRINGS, solve_prompt
 
 INTRODUCTION = (
@@ -29,12 +29,21 @@ AGENTS = {
 FORMS = ("shared", "in_context")
 
 
-def run(wf: WorkflowRun, task: str, *, rounds: int = 2, prompt: str = "plain", form: str = "shared") -> Message:
+def run(
+    wf: WorkflowRun,
+    task: str,
+    *,
+    rounds: int = 2,
+    prompt: str = "plain",
+    form: str = "shared",
+    exact_judges: bool = False,
+) -> Message:
     """Return the writer's last answer, after at most `rounds` of them.
 
     Args:
         form: "shared": the question is computed once for all agents and does not attend to their roles; "in_context":
             it is in the header of every turn, and attends to the role and to what other agents wrote.
+        exact_judges: the reviewer reads the answer as in prefix mode.
     """
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
@@ -52,7 +61,8 @@ def run(wf: WorkflowRun, task: str, *, rounds: int = 2, prompt: str = "plain", f
             header = [*in_header, wf.assistant(label)]
             parents = [introduction, role, *question, *seen]
             # a shared question does not attend to the role, on purpose: a warning is in vain
-            return wf.decode(name, header, parents, stop=STOP_STRINGS, warn_blocked=False).result()
+            judge = exact(exact_judges and name == "reviewer")
+            return wf.decode(name, header, parents, stop=STOP_STRINGS, warn_blocked=False, **judge).result()
 
     plan = turn("planner", "Plan:\n")
     review: list[Message] = []
