@@ -159,8 +159,8 @@ def groups_of(data: str, folder: Path, limit: int) -> list[Group]:
                 (record["question"], record.get("answers") or [record["answer"]], own if titles else (), needed)
             )
         group = Group(documents, [])
-        for text, answers, own, needed in questions:
-            others = [i for i in own or range(len(documents)) if i not in needed]
+        for text, answers, pool, needed in questions:
+            others = [i for i in pool or range(len(documents)) if i not in needed]
             reads = needed + rng.sample(others, min(len(others), NUM_READ - len(needed)))
             rng.shuffle(reads)
             group.questions.append(Question(text, answers, reads))
