@@ -21,7 +21,7 @@ SUMMARY_PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 DETAIL_NAMES = ["workflows", "quality", "finetuning", "prompt_cache", "kvflow", "layer_reuse", "quantization", "repair"]
 PAGES = (
     SUMMARY_PAGE,
-    *(SUMMARY_PAGE.with_name(f"{name}.md") for name in ("scale", "explain", "vllm", "quality", "server")),
+    *(SUMMARY_PAGE.with_name(f"{name}.md") for name in ("scale", "explain", "vllm", "quality", "server", "concepts")),
     *(DETAILS / f"{name}.md" for name in DETAIL_NAMES),
 )
 TITLES = {
@@ -493,6 +493,27 @@ def _rules(result: Result, part: str) -> Iterator[tuple[str, Result, Result]]:
     for name, run in result["runs"].items():
         if name.startswith(part):
             yield from ((name.removeprefix(part).removeprefix(", "), run, row) for row in run["rows"])
+
+
+@table("rules-question", "rules")
+def rules_question(result: Result) -> Any:
+    """What a question that saw nothing of the documents costs."""
+    run = result["runs"]["documents, nq_oracle"]
+    shown = {
+        "all rules, prefix mode": "prefix mode",
+        "all rules": "the question in the header, or prefilled with the documents as parents",
+        "question on its own, last": "the question prefilled on its own, then given as a parent",
+    }
+    rows, lines = {row["program"]: row for row in run["rows"]}, []
+    for program, title in shown.items():
+        row = rows[program]
+        right = f"{row['right']['value'] * run['n']:.0f} of {run['n']}"
+        over = format_estimate(row["right_over_reference"], 100, sign=True)
+        lines.append(
+            [title, right, over, f"{format_estimate(row['prefix_over_ttft'])}x", f"{row['computed']['value']:.0f}"]
+        )
+    head = "program | right | over the question in the header, points | first token, prefix mode over this"
+    return f"{head} | tokens computed for a question", lines
 
 
 @table("rules-documents", "rules", provenance=False)

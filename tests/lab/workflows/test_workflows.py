@@ -265,10 +265,19 @@ def test_instructions_in_context_attend_to_all_that_precedes_them(name, play):
             assert message.roles == ("user", "assistant"), "the instruction is a turn of the header"
 
 
-@pytest.mark.parametrize("form", ["paper", "short", "in_context"])
-def test_exact_judges_read_as_in_prefix_mode(form, play):
+@pytest.mark.parametrize(
+    ("name", "form", "stages"),
+    [
+        ("tree_of_thoughts", "short", ["vote"]),
+        ("tree_of_thoughts", "in_context", ["vote"]),
+        ("debate_iterative", "paper", ["verdict", "answer"]),
+        ("debate_iterative", "short", ["verdict", "answer"]),
+        ("peer", "shared", ["reviewer"]),
+        ("peer", "in_context", ["reviewer"]),
+    ],
+)
+def test_exact_judges_read_as_in_prefix_mode(name, form, stages, play):
     sampling = SamplingParams(temperature=0, max_tokens=3, logprobs=0)
-    name, stages = ("tree_of_thoughts", ["vote"]) if form != "paper" else ("debate_iterative", ["verdict", "answer"])
     baseline = play(name, "prefix", sampling=sampling, form=form)
     texts = baseline.transcript()
     runs = {e: play(name, forced=texts, sampling=sampling, form=form, exact_judges=e) for e in (False, True)}
