@@ -495,10 +495,19 @@ def _rules(result: Result, part: str) -> Iterator[tuple[str, Result, Result]]:
             yield from ((name.removeprefix(part).removeprefix(", "), run, row) for row in run["rows"])
 
 
+def _times(result: Result, data: str) -> dict[str, list[str]]:
+    """Return the cells of first tokens and computed tokens by program."""
+    rows = result["runs"].get(f"first tokens, {data}", {"rows": ()})["rows"]
+    return {
+        row["program"]: [f"{format_estimate(row['prefix_over_ttft'])}x", f"{row['computed']['value']:.0f}"]
+        for row in rows
+    }
+
+
 @table("rules-question", "rules")
 def rules_question(result: Result) -> Any:
     """What a question that saw nothing of the documents costs."""
-    run = result["runs"]["documents, nq_oracle"]
+    run, times = result["runs"]["documents, nq_oracle"], _times(result, "nq_oracle")
     shown = {
         "all rules, prefix mode": "prefix mode",
         "all rules": "the question in the header, or prefilled with the documents as parents",
@@ -509,9 +518,7 @@ def rules_question(result: Result) -> Any:
         row = rows[program]
         right = f"{row['right']['value'] * run['n']:.0f} of {run['n']}"
         over = format_estimate(row["right_over_reference"], 100, sign=True)
-        lines.append(
-            [title, right, over, f"{format_estimate(row['prefix_over_ttft'])}x", f"{row['computed']['value']:.0f}"]
-        )
+        lines.append([title, right, over, *times[program]])
     head = "program | right | over the question in the header, points | first token, prefix mode over this"
     return f"{head} | tokens computed for a question", lines
 
@@ -523,8 +530,8 @@ def rules_documents(result: Result) -> Any:
     for data, run, row in _rules(result, "documents"):
         title = f"{titles[data]}, n = {run['n']}" if row is run["rows"][0] else ""
         over = format_estimate(row["f1_over_reference"], 100, sign=True)
-        cells = [*estimates(row, ("right", "f1"), 100), over, f"{format_estimate(row['prefix_over_ttft'])}x"]
-        lines.append([title, row["program"], *cells, f"{row['computed']['value']:.0f}"])
+        times = _times(result, data).get(row["program"], ["", ""])
+        lines.append([title, row["program"], *estimates(row, ("right", "f1"), 100), over, *times])
     head = "data | program | right % | F1 | F1 over all rules, points | first token, prefix mode over this"
     return f"{head} | tokens computed", lines
 

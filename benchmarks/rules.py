@@ -1,11 +1,11 @@
 """What the rules of `docs/quality.md` change: programs that differ in one rule, asked the same questions.
 
-`make bench NAME=rules ARGS="--model model.gguf --data folder"`. Three parts:
+`make bench NAME=rules ARGS="--model model.gguf --data folder"`. Four parts:
 
 - `documents`: documents are encoded once, and every question reads five of them in an order of its own, greedily. Questions of
   Natural Questions are taken by tens with the documents of all ten, those of HotpotQA have documents of their own.
-  Questions are answered together; first tokens and tokens computed are those of the first `--timed` questions, each asked
-  alone, when documents and instructions are complete. A question that is prefilled counts towards the first token.
+- `first-tokens`: first tokens and tokens computed of ten of these questions, each asked alone, when documents and instructions
+  are complete. A question that is prefilled counts towards the first token. For a machine with nothing else to do.
 - `judges`: four workers answer a question of Natural Questions from two of five documents each; a judge, who sees their
   answers alone, names the right one. All judges judge the same answers.
 - `workflows`: the forms of the workflows that differ in a rule, in prefix mode and choreographed, on the same examples.
@@ -19,7 +19,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ PROGRAMS = {
     "no rule": Program(question="last, on its own", system="apart", documents="text"),
 }
 REFERENCE = "all rules"
-PARTS = ("documents", "judges", "workflows")
+PARTS = ("documents", "first-tokens", "judges", "workflows")
 TEXT = {"prompt": "text"}
 WORKFLOWS: dict[
     str, tuple[Plan, dict[str, dict[str, Any]]]
@@ -126,16 +126,6 @@ WORKFLOWS: dict[
     ),
 }
 SOME_PROGRAMS = (*list(PROGRAMS)[:3], "documents encoded without the system turn")
-
-
-@dataclass
-class Measured:
-    """What one program did, by question."""
-
-    right: list[float] = field(default_factory=list)
-    f1: list[float] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)  # seconds
-    computed: list[float] = field(default_factory=list)  # tokens, with the question's share of the documents
 
 
 def groups_of(data: str, folder: Path, limit: int) -> list[Group]:
@@ -218,50 +208,47 @@ def middle(values: Sequence[float]) -> dict[str, float]:
 
 
 def measure_documents(
-    engine: Engine,
-    groups: Sequence[Group],
-    names: Sequence[str],
-    timed: int,
-    done: Callable[[int, list[dict[str, Any]]], None],
+    engine: Engine, groups: Sequence[Group], names: Sequence[str], done: Callable[[int, list[dict[str, Any]]], None]
 ) -> None:
-    """Hand the questions so far and a record of every program to `done` after each group.
-
-    Args:
-        timed: questions whose first tokens are measured, each alone.
-    """
-    measured: dict[str, Measured] = {name: Measured() for name in names}
+    """Hand the number of questions so far and a record of every program to `done` after each group."""
+    right: dict[str, list[float]] = {name: [] for name in names}
+    scores: dict[str, list[float]] = {name: [] for name in names}
     for number, group in enumerate(groups):
         engine.clear_cache()
-        order = random.Random(number).sample(list(names), len(names))
-        for name in order:
+        for name in random.Random(number).sample(list(names), len(names)):
             for question, answer in zip(group.questions, ask(engine, group, PROGRAMS[name])[0], strict=True):
-                measured[name].right.append(float(is_correct(answer.text, question.answers)))
-                measured[name].f1.append(f1(answer.text, question.answers))
-        if left := timed - len(measured[REFERENCE].ttft):
-            part = Group(group.documents, group.questions[:left])
-            for name in order:
-                engine.clear_cache()
-                answers, computed = ask(engine, part, PROGRAMS[name], max_tokens=1, together=False)
-                measured[name].ttft += [answer.timing.ttft or 0.0 for answer in answers]
-                measured[name].computed += [computed] * len(answers)
-        done(len(measured[REFERENCE].right), summarize_documents(measured))
+                right[name].append(float(is_correct(answer.text, question.answers)))
+                scores[name].append(f1(answer.text, question.answers))
+        rows = [
+            {
+                "program": name,
+                "right": asdict(mean(right[name])),
+                "right_over_reference": asdict(difference(right[name], right[REFERENCE])),
+                "f1": asdict(mean(scores[name])),
+                "f1_over_reference": asdict(difference(scores[name], scores[REFERENCE])),
+            }
+            for name in names
+        ]
+        done(len(right[REFERENCE]), rows)
 
 
-def summarize_documents(measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
-    """Return a record of every program."""
-    reference, prefix = measured[REFERENCE], measured[f"{REFERENCE}, prefix mode"]
+def time_documents(engine: Engine, group: Group, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return first tokens and computed tokens of every program, of questions that are each asked alone."""
+    times, computed = {}, {}
+    for name in random.Random(0).sample(list(names), len(names)):
+        for part in (Group(group.documents, group.questions[:1]), group):  # the first one warms up
+            engine.clear_cache()
+            answers, computed[name] = ask(engine, part, PROGRAMS[name], max_tokens=1, together=False)
+            times[name] = [answer.timing.ttft or 0.0 for answer in answers]
+    prefix = times[f"{REFERENCE}, prefix mode"]
     return [
         {
             "program": name,
-            "right": asdict(mean(values.right)),
-            "right_over_reference": asdict(difference(values.right, reference.right)),
-            "f1": asdict(mean(values.f1)),
-            "f1_over_reference": asdict(difference(values.f1, reference.f1)),
-            "ttft": middle(values.ttft),
-            "prefix_over_ttft": middle([a / b for a, b in zip(prefix.ttft, values.ttft, strict=True)]),
-            "computed": asdict(mean(values.computed)),
+            "ttft": middle(times[name]),
+            "prefix_over_ttft": middle([a / b for a, b in zip(prefix, times[name], strict=True)]),
+            "computed": {"value": computed[name], "low": computed[name], "high": computed[name], "n": len(prefix)},
         }
-        for name, values in measured.items()
+        for name in names
     ]
 
 
@@ -386,15 +373,17 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("out/rules"), help="records of the workflows, to go on with")
     options.add_argument("--sets", nargs="*", choices=DATA, default=DATA)
     options.add_argument("--limit", type=int, default=60, help="questions of each part")
-    options.add_argument("--timed", type=int, default=10, help="questions of each set whose first tokens are measured")
     options.add_argument("--dtype", default="bfloat16")
     given = options.parse_args()
     config, name = EngineConfig(cache=CacheConfig(capacity=40_000)), Path(given.model or "bundled").stem
     engine = Engine.from_pretrained(*([given.model] if given.model else []), dtype=given.dtype, config=config)
-    for data in given.sets if "documents" in given.only else ():
+    for data in given.sets:
         programs = list(PROGRAMS) if data == "nq_oracle" else SOME_PROGRAMS
-        done = partial(save, f"documents, {data}", name)
-        measure_documents(engine, groups_of(data, given.data, given.limit), programs, given.timed, done)
+        groups = groups_of(data, given.data, given.limit)
+        if "documents" in given.only:
+            measure_documents(engine, groups, programs, partial(save, f"documents, {data}", name))
+        if "first-tokens" in given.only:
+            save(f"first tokens, {data}", name, GROUP_SIZE, time_documents(engine, groups[0], programs))
     if "judges" in given.only:
         groups = [
             Group(group.documents, [question])
