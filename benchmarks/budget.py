@@ -35,6 +35,8 @@ from .common import merge_results, provenance, write
 from .quality import PLANS, Plan, examples_of
 from .repair import COMPUTING, RUNS, average, losses, run, show
 
+STRATEGIES = ("unseen", "attention")  # the cheaper one first
+
 
 def learn(engine: Engine, plan: Plan, budget: Budget, examples: Sequence[Example], max_tokens: int) -> None:
     """Run examples together, as the budget chooses, and measure one call of each stage and example."""
@@ -56,7 +58,7 @@ def main() -> None:
     options.add_argument("--data", type=Path, required=True)
     options.add_argument("--only", nargs="*", default=list(RUNS))
     options.add_argument("--max-kl", type=float, default=0.02, help="nats a token")
-    options.add_argument("--strategy", default="attention", choices=COMPUTING, help="of repair")
+    options.add_argument("--strategies", nargs="*", default=STRATEGIES, choices=COMPUTING, help="of repair")
     options.add_argument("--learn", type=int, default=10, help="examples of each workflow to learn from")
     options.add_argument("--limit", type=int, default=3, help="other examples of each workflow to measure")
     options.add_argument("--max-tokens", type=int, default=16, help="of a message")
@@ -73,7 +75,8 @@ def main() -> None:
         plan, began = PLANS[plan_name], time.perf_counter()
         examples = examples_of(plan, given.data)
         held_out = examples[given.learn : given.learn + given.limit]
-        learner = Budget(given.max_kl, shadow_calls=1, shadow_tokens=1e9, strategy=given.strategy, workflow=plan_name)
+        learned = {"shadow_calls": 1.0, "shadow_tokens": 1e9, "strategy": given.strategies}
+        learner = Budget(given.max_kl, workflow=plan_name, **learned)
         learn(engine, plan, learner, examples[: given.learn], given.max_tokens)
         print(f"... {plan_name}: learned in {time.perf_counter() - began:.0f} s", flush=True)
         learner.shadow_calls = 0.0
@@ -100,9 +103,11 @@ def main() -> None:
         for stage, values in gathered.items():
             ttft = {condition: sum(values[f"{condition} ttft"]) for condition in conditions}
             saved, kl = ttft["prefix"] - ttft["reuse"], average(values["budget kl"])
+            repair = learner.repair_for(f"{plan_name}/{stage}")
             record = {
                 "stage": stage,
-                "share": learner.share_for(f"{plan_name}/{stage}"),
+                "share": repair.share,
+                "strategy": repair.strategy if 0 < repair.share < 1 else None,
                 "kl": asdict(kl),
                 "reuse_kl": asdict(average(values["reuse kl"])),
                 "within": kl.value <= given.max_kl,
@@ -114,12 +119,21 @@ def main() -> None:
             kept = "-" if record["kept"] is None else f"{record['kept']:.0%}"
             shown = [show(record[key], ".3f") for key in ("reuse_kl", "kl")]
             speeds = [show(record[key], ".1f") for key in ("reuse_speedup", "speedup")]
-            rows.append([stage, f"{record['share']:g}", *shown, "yes" if record["within"] else "no", *speeds, kept])
+            rows.append(
+                [
+                    stage,
+                    f"{record['share']:g} {record['strategy'] or ''}",
+                    *shown,
+                    "yes" if record["within"] else "no",
+                    *speeds,
+                    kept,
+                ]
+            )
         header = ["stage", "repair", "KL of reuse", "KL", "within", "TTFT, prefix over reuse", "over this", "kept"]
         print_table(Console(width=170), f"{plan_name}, at most {given.max_kl} nats a token", header, rows)
         facts = {
             "max_kl": given.max_kl,
-            "strategy": given.strategy,
+            "strategies": given.strategies,
             "learned_from": given.learn,
             "n": len(held_out),
             "early": given.early,

@@ -21,7 +21,10 @@ SUMMARY_PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 DETAIL_NAMES = ["workflows", "quality", "finetuning", "prompt_cache", "kvflow", "layer_reuse", "quantization", "repair"]
 PAGES = (
     SUMMARY_PAGE,
-    *(SUMMARY_PAGE.with_name(f"{name}.md") for name in ("scale", "explain", "vllm", "repair")),
+    *(
+        SUMMARY_PAGE.with_name(f"{name}.md")
+        for name in ("scale", "explain", "vllm", "repair", "quality", "server", "concepts")
+    ),
     *(DETAILS / f"{name}.md" for name in DETAIL_NAMES),
 )
 TITLES = {
@@ -34,7 +37,12 @@ TITLES = {
     "prisoners_dilemma": "Prisoner's Dilemma",
 }
 TITLES |= {f"{name}-paper": f"{TITLES[name]}, the paper's form" for name in ("mad_iter", "tree_of_thoughts", "mad_par")}
-TITLES |= {"single_call": "Direct", "debate_iterative": "Iterative debate", "debate_parallel": "Parallel debate"}
+TITLES |= {
+    "peer": "PEER",
+    "single_call": "Direct",
+    "debate_iterative": "Iterative debate",
+    "debate_parallel": "Parallel debate",
+}
 STRATEGIES = {"pd-none": "none", "pd-cooperate": "always cooperate", "pd-defect": "always defect"}
 
 # -- Prompt Choreography ----------------------------------------------------------------------------------------
@@ -509,13 +517,118 @@ def budget(result: Result) -> Any:
         title = repair_benchmark.TITLES[name]
         setting = f"{title}; n = {run['n']}, {run.get('max_tokens', 16)} tokens" + (", early" if run["early"] else "")
         for row in run["rows"]:
-            share = {0: "reused", 1: "computed"}.get(row["share"], f"repaired: {row['share']:.0%}")
+            strategy = row.get("strategy") or run.get("strategy")
+            share = {0: "reused", 1: "computed"}.get(row["share"], f"repaired: {row['share']:.0%}, `{strategy}`")
             speedups = [f"{format_estimate(row[key])}x" for key in ("reuse_speedup", "speedup")]
             kept = f"{row['kept']:.0%}" if row["reuse_speedup"]["low"] > 1 else "-"
             cells = [row["stage"], share, *estimates(row, ("reuse_kl", "kl"), places=3), *speedups, kept]
             lines.append([setting if row is run["rows"][0] else "", *cells])
     head = "Workflow | Stage | Context is | KL of reuse | KL | TTFT, prefix mode over reuse | over this | kept"
     return head, lines
+
+
+def _rules(result: Result, part: str) -> Iterator[tuple[str, Result, Result]]:
+    """Yield the rest of the name, the run and each row of the runs whose names start with a part."""
+    for name, run in result["runs"].items():
+        if name.startswith(part):
+            yield from ((name.removeprefix(part).removeprefix(", "), run, row) for row in run["rows"])
+
+
+def _times(result: Result, data: str) -> dict[str, list[str]]:
+    """Return the cells of first tokens and computed tokens by program."""
+    rows = result["runs"].get(f"first tokens, {data}", {"rows": ()})["rows"]
+    return {
+        row["program"]: [f"{format_estimate(row['prefix_over_ttft'])}x", f"{row['computed']['value']:.0f}"]
+        for row in rows
+    }
+
+
+@table("rules-question", "rules")
+def rules_question(result: Result) -> Any:
+    """What a question that saw nothing of the documents costs."""
+    run, times = result["runs"]["documents, nq_oracle"], _times(result, "nq_oracle")
+    shown = {
+        "all rules, prefix mode": "prefix mode",
+        "all rules": "the question in the header, or prefilled with the documents as parents",
+        "question on its own, last": "the question prefilled on its own, then given as a parent",
+    }
+    rows, lines = {row["program"]: row for row in run["rows"]}, []
+    for program, title in shown.items():
+        row = rows[program]
+        right = f"{row['right']['value'] * run['n']:.0f} of {run['n']}"
+        over = format_estimate(row["right_over_reference"], 100, sign=True)
+        lines.append([title, right, over, *times[program]])
+    head = "program | right | over the question in the header, points | first token, prefix mode over this"
+    return f"{head} | tokens computed for a question", lines
+
+
+@table("rules-documents", "rules", provenance=False)
+def rules_documents(result: Result) -> Any:
+    """What programs answer that differ in one rule."""
+    lines, titles = [], {"nq_oracle": "Natural Questions", "hotpotqa": "HotpotQA"}
+    for data, run, row in _rules(result, "documents"):
+        title = f"{titles[data]}, n = {run['n']}" if row is run["rows"][0] else ""
+        over = format_estimate(row["f1_over_reference"], 100, sign=True)
+        times = _times(result, data).get(row["program"], ["", ""])
+        lines.append([title, row["program"], *estimates(row, ("right", "f1"), 100), over, *times])
+    head = "data | program | right % | F1 | F1 over all rules, points | first token, prefix mode over this"
+    return f"{head} | tokens computed", lines
+
+
+@table("rules-judges", "rules", provenance=False)
+def rules_judges(result: Result) -> Any:
+    """What judges name that read the answers in different ways."""
+    lines = []
+    for _, run, row in _rules(result, "judges"):
+        over = format_estimate(row["right_over_exact"], 100, sign=True)
+        cells = [*estimates(row, ("as_exact", "right"), 100), over, f"{format_estimate(row['exact_over_ttft'])}x"]
+        lines.append([row["program"], *cells, f"{row['computed']['value']:.0f}", str(run["n"])])
+    head = "judge | same answer as exact % | right % | over exact, points | first token, exact over this"
+    return f"{head} | tokens computed | n", lines
+
+
+@table("rules-workflows", "rules")
+def rules_workflows(result: Result) -> Any:
+    """What the forms of workflows score in both modes."""
+    lines = []
+    for workflow, run, row in _rules(result, "workflows"):
+        title = f"{TITLES[workflow]}, n = {run['n']}" if row is run["rows"][0] else ""
+        score = next(key for key in row if key not in ("program", "over_prefix_mode", "over_first_form", "computed"))
+        gaps = [format_estimate(row[key], 100, sign=True) for key in ("over_prefix_mode", "over_first_form")]
+        cells = [f"{format_estimate(row[score], 100)} ({score})", *gaps, f"{row['computed']['value']:.0f}"]
+        lines.append([title, row["program"].replace("_", " "), *cells])
+    head = "workflow | form | score % | over its prefix mode, points | over the first form, choreographed"
+    return f"{head} | tokens computed", lines
+
+
+@table("quoting", "serve", provenance=False)
+def quoting(result: Result) -> Any:
+    """What quotes cost, by the shortest that is reused."""
+    rows, lines, made = by_measure(result), [], []
+    above = ", log-probability above that in exact, "
+    for measure, row in rows.items():
+        place, _, side = measure.removeprefix("quoting: ").partition(above)
+        if not side:
+            continue
+        same, computed, f1, over = (
+            rows.get(f"quoting: {place}, {what}, {side}")
+            for what in (
+                "text equal to exact up to a difference",
+                "prompt tokens computed",
+                "F1",
+                "F1 above that of exact",
+            )
+        )
+        cells = [format_estimate(row, places=3, sign=True), format_estimate(same, 100, places=0)]
+        cells += [format_estimate(f1, 100), format_estimate(over, 100, sign=True)]
+        lines.append([place, side, *cells, f"{computed['value']:.0f}" if computed else ""])
+        made.append(row["made"])
+    head = "program | what is reused | log-probability above that in exact, nats a token | text as in exact %"
+    return (
+        f"{head} | F1 | over exact, points | prompt tokens computed",
+        lines,
+        f"`benchmarks/serve.py`, {format_provenance(made)}.",
+    )
 
 
 def _places(result: Result) -> Iterator[tuple[list[str], str, float]]:

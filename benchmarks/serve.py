@@ -10,25 +10,34 @@ turns, on the same model with the same number of threads; the other servers are 
 `--answer-tokens` tokens on every side: a message of a debate between agents has a few hundred. Results are saved
 after each part; a server that fails is left out from then on.
 
-`quoting` tells what reuse of quotes costs, by the length of the shortest quote that is reused: how much likelier `auto`
-finds its sampled answers than `exact` does, which estimates the divergence. `exact` against itself shows the noise of
-bfloat16.
+`quoting` tells what reuse of quotes costs, by the length of the shortest quote that is reused, with and without repair: how
+much likelier `auto` finds its sampled answers than `exact` does, which estimates the divergence, and how far answers agree
+with those of `exact`. `exact` against itself shows the noise of bfloat16. With `--data folder`, the programs are asked questions
+of Natural Questions about documents, `retrieval` is another one, answers are greedy and are scored by F1:
+
+make bench NAME=serve ARGS="--only quoting --data folder --rounds 6 --answer-tokens 24"
 """
 
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import httpx
+import numpy as np
 import torch
 import uvloop
 
 from choreograph import Engine, SamplingParams
+from choreograph.lab.evaluation.metrics import f1
+from choreograph.lab.evaluation.statistics import bootstrap
 from choreograph.server.app import create_app
 from choreograph.server.reuse import span_index
 from choreograph.server.server_config import ServerConfig
@@ -50,6 +59,8 @@ from .serve_peers import PEERS, Server, start_ours
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 64
 ANSWER_TOKENS = 256
 MIN_SPANS = (16, 32, 64)  # tokens of the shortest quote that is reused
+REPAIR = 0.2  # share of reused tokens to compute again
+NUM_QUESTIONS, NUM_DOCUMENTS = 10, {"retrieval": 5}  # of `retrieval` in a round; documents in a prompt, of others 2
 QUESTION = "Question {}: should a small town build a second bridge over its river, and who should pay for it?"
 
 
@@ -66,9 +77,18 @@ class Answer(NamedTuple):
     """One sampled answer."""
 
     messages: list[dict[str, str]]  # its prompt
+    text: str
+    f1: float  # of the accepted answers; 0 without any
     tokens: list[int]
     logprobs: list[float]  # of the tokens but special ones, nats
     computed: int  # prompt tokens that the server computed
+
+
+class Task(NamedTuple):
+    """A question, and the answers that are right, if known."""
+
+    text: str
+    accepted: tuple[str, ...] = ()
 
 
 class Side(NamedTuple):
@@ -129,13 +149,15 @@ class Run:
 
 
 class SampledRun(Run):
-    """Run that samples answers, and keeps those to prompts that quote."""
+    """Run that keeps answers to prompts that quote, sampled, or greedy where some answers are right."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, repair: float, accepted: Sequence[str]) -> None:
         super().__init__(*arguments)
-        self._body |= {"temperature": 1, "seed": 1, "logprobs": True, "return_token_ids": True}
-        self._body["cache_salt"] = uuid.uuid4().hex  # nothing is cached of another run
-        self.answers: list[Answer] = []
+        self._body |= {"seed": 1, "logprobs": True, "return_token_ids": True}
+        self._body |= {"min_tokens": 0} if accepted else {"temperature": 1}
+        self._body["choreography"]["repair"] = repair
+        self._body["cache_salt"] = self._body["choreography"]["workflow"]  # nothing is cached of another run
+        self._accepted, self.answers = accepted, list[Answer]()
 
     async def ask(self, system: str, *chat: str, quotes: bool = True) -> str:
         messages = chat_messages(system, chat)
@@ -144,29 +166,36 @@ class SampledRun(Run):
         choice, computed = record["choices"][0], record["usage"]["choreography"]["computed_tokens"]
         if quotes:
             logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
-            self.answers.append(Answer(messages, choice["token_ids"], logprobs, computed))
+            text = str(choice["message"]["content"])
+            self.answers.append(
+                Answer(messages, text, f1(text, self._accepted), choice["token_ids"], logprobs, computed)
+            )
         return str(choice["message"]["content"])
 
 
-async def debate(run: Run, question: str) -> None:
+async def debate(
+    run: Run, question: str, says: str = "Argue in a few sentences.", verdict: str = "Name the winner."
+) -> None:
     """Three debaters in two rounds, each at the same time, and a judge."""
-    roles = [f"You are debater {number}. Argue in a few sentences." for number in (1, 2, 3)]
+    roles = [f"You are debater {number}. {says}" for number in (1, 2, 3)]
     speeches = await asyncio.gather(*(run.ask(role, question, quotes=False) for role in roles))
     quoted = [f"Debater {number} said:\n{speech}" for number, speech in enumerate(speeches, 1)]
     prompts = ["\n\n".join([question, *(q for q in quoted if q is not own)]) for own in quoted]
     speeches = await asyncio.gather(*(run.ask(r, p) for r, p in zip(roles, prompts, strict=True)))
     quoted += [f"Debater {number} then said:\n{speech}" for number, speech in enumerate(speeches, 1)]
-    await run.ask("You judge debates. Name the winner.", "\n\n".join([question, *quoted]))
+    await run.ask(f"You judge debates. {verdict}", "\n\n".join([question, *quoted]))
 
 
-async def supervisor(run: Run, question: str) -> None:
+async def supervisor(
+    run: Run, question: str, says: str = "Add a few sentences.", report: str = "Write a report."
+) -> None:
     """Two workers, twice each, who read all notes so far; a supervisor writes the report."""
     workers = {"historian": "You know the history of towns.", "engineer": "You know how bridges are built."}
     notes = [question]
     for name, role in list(workers.items()) * 2:
-        answer = await run.ask(role, "\n\n".join([*notes, "Add a few sentences."]), quotes=len(notes) > 1)
+        answer = await run.ask(role, "\n\n".join([*notes, says]), quotes=len(notes) > 1)
         notes.append(f"The {name} said:\n{answer}")
-    await run.ask("You are the supervisor. Write a report.", "\n\n".join(notes))
+    await run.ask(f"You are the supervisor. {report}", "\n\n".join(notes))
 
 
 async def handoff(run: Run, question: str) -> None:
@@ -178,10 +207,20 @@ async def handoff(run: Run, question: str) -> None:
         chat.append("Go on, with other reasons.")
 
 
+async def retrieval(run: Run, question: str) -> None:
+    """An agent who reads documents and a question."""
+    await run.ask("You answer questions about documents.", question)
+
+
 PROGRAMS: dict[str, Callable[[Run, str], Awaitable[None]]] = {
     "debate": debate,
     "supervisor": supervisor,
     "handoff": handoff,
+}
+QUESTION_PROGRAMS = {  # of questions about documents
+    "debate": partial(debate, says="Answer in one sentence.", verdict="Answer the question."),
+    "supervisor": partial(supervisor, says="Answer the question in one sentence.", report="Answer the question."),
+    "retrieval": retrieval,
 }
 PARTS = (*PROGRAMS, "overhead", "quoting")
 
@@ -255,17 +294,45 @@ def program_rows(
     return rows
 
 
-async def sample_answers(local: Engine, program: str, reuse: str, number: int, max_tokens: int) -> list[Answer]:
-    """Answers to the prompts of a program that quote, from a server in this process."""
+def tasks_of(program: str, data: Path | None, round_number: int) -> list[Task]:
+    """Return what a program is asked in one round; the questions of `retrieval` have documents in common."""
+    if data is None:
+        return [Task(QUESTION.format(round_number))]
+    lines = (data / "nq_oracle.jsonl").read_text().splitlines()
+    start = NUM_QUESTIONS * round_number % len(lines)
+    records = [json.loads(line) for line in lines[start : start + NUM_QUESTIONS]]
+    texts = ["{title}\n{text}".format(**document) for record in records for document in record["documents"]]
+    tasks, rng = [], random.Random(round_number)
+    for number, record in enumerate(records if program == "retrieval" else records[:1]):
+        others = [text for text in texts if text != texts[number]]
+        read = [texts[number], *rng.sample(others, NUM_DOCUMENTS.get(program, 2) - 1)]
+        rng.shuffle(read)
+        question = f"Answer this question with a few words of the documents: {record['question']}"
+        tasks.append(Task("\n\n".join([*read, question]), tuple(record["answers"])))
+    return tasks
+
+
+def mean_row(measure: str, samples: Sequence[float], unit: str, **facts: Any) -> Row:
+    """The mean of samples with a bootstrap interval."""
+    estimate = bootstrap(np.mean, np.asarray(samples, dtype=float))
+    return Row(measure, estimate.value, unit, estimate.low, estimate.high, **facts)
+
+
+async def sample_answers(
+    local: Engine, program: str, reuse: str, repair: float, tasks: Sequence[Task], max_tokens: int
+) -> list[Answer]:
+    """Answers to the prompts of a program that quote, from a server in this process; tasks follow each other."""
     app = create_app(local, ServerConfig(served_model_name="local", request_timeout=3600))
-    transport = httpx.ASGITransport(app)
+    transport, workflow, answers = httpx.ASGITransport(app), uuid.uuid4().hex, list[Answer]()
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://local", timeout=3600) as client,
     ):
-        run = SampledRun(client, "local", reuse, program, max_tokens)
-        await PROGRAMS[program](run, QUESTION.format(number))
-    return run.answers
+        for task in tasks:
+            run = SampledRun(client, "local", reuse, workflow, max_tokens, repair=repair, accepted=task.accepted)
+            await (QUESTION_PROGRAMS if task.accepted else PROGRAMS)[program](run, task.text)
+            answers += run.answers
+    return answers
 
 
 def exact_logprob(local: Engine, answer: Answer) -> float:
@@ -277,23 +344,38 @@ def exact_logprob(local: Engine, answer: Answer) -> float:
     return statistics.mean(item.logprob for item in scores if local.tokenizer.decode([item.token], True))
 
 
-def quoting_rows(rounds: int, max_tokens: int) -> list[Row]:
-    """Divergence of `auto` from `exact`, and prompt tokens computed, by the length of the shortest quote."""
+def quoting_rows(rounds: int, max_tokens: int, data: Path | None) -> list[Row]:
+    """Divergence and agreement of `auto` and `exact`, and prompt tokens computed, by the length of the shortest quote."""
     local, rows, default = engine(), list[Row](), span_index.MIN_SPAN
-    sides = [(f"quotes from {length} tokens on", "auto", length) for length in MIN_SPANS]
-    for program in PROGRAMS:
-        for what, reuse, length in [*sides, ("exact", "exact", default)]:
-            span_index.MIN_SPAN = length
-            losses, computed = list[float](), list[float]()
-            for number in range(rounds):
-                answers = asyncio.run(sample_answers(local, program, reuse, number, max_tokens))
-                losses += [statistics.mean(answer.logprobs) - exact_logprob(local, answer) for answer in answers]
-                computed.append(sum(answer.computed for answer in answers))
-            measure = f"quoting: {program}, log-probability above that in exact, {what}"
-            rows.append(median_row(measure, losses, "nats/token", better="lower"))
-            measure = f"quoting: {program}, prompt tokens computed, {what}"
-            rows.append(median_row(measure, computed, "tokens", better="lower"))
-            print(f"... quoting: {program}, {what}", flush=True)
+    sides = [("exact", "exact", default, 0.0)]
+    for length in MIN_SPANS:
+        what = f"quotes from {length} tokens on"
+        sides += [(what, "auto", length, 0.0), (f"{what}, repair {REPAIR:g}", "auto", length, REPAIR)]
+    for program in PROGRAMS if data is None else QUESTION_PROGRAMS:
+        answers: dict[str, list[list[Answer]]] = {what: [] for what, *_ in sides}  # of every round
+        for number in range(rounds):
+            for what, reuse, length, repair in random.Random(number).sample(sides, len(sides)):
+                span_index.MIN_SPAN = length
+                tasks = tasks_of(program, data, number)
+                answers[what].append(asyncio.run(sample_answers(local, program, reuse, repair, tasks, max_tokens)))
+            print(f"... quoting: {program}, round {number + 1} of {rounds}", flush=True)
+        reference = [answer for part in answers["exact"] for answer in part]
+        for what, *_ in sides:
+            every = [answer for part in answers[what] for answer in part]
+            place = f"quoting: {program}{', documents' if data else ''}"
+            above = [statistics.mean(answer.logprobs) - exact_logprob(local, answer) for answer in every]
+            agreements = [agreement(answer.text, other.text) for answer, other in zip(every, reference, strict=True)]
+            computed = [sum(answer.computed for answer in part) for part in answers[what]]
+            rows += [
+                mean_row(f"{place}, log-probability above that in exact, {what}", above, "nats/token", better="lower"),
+                mean_row(f"{place}, text equal to exact up to a difference, {what}", agreements, "share"),
+                median_row(f"{place}, prompt tokens computed, {what}", computed, "tokens", better="lower"),
+            ]
+            if data is not None:
+                scores = [answer.f1 for answer in every]
+                over = [score - other.f1 for score, other in zip(scores, reference, strict=True)]
+                rows.append(mean_row(f"{place}, F1, {what}", scores, "share"))
+                rows.append(mean_row(f"{place}, F1 above that of exact, {what}", over, "share"))
     span_index.MIN_SPAN = default
     return rows
 
@@ -386,6 +468,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--answer-tokens", type=int, default=ANSWER_TOKENS, help="of every answer, on every side")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--data", type=Path, help="folder with questions for `quoting`")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     arguments = parser.parse_args()
     parts: dict[str, list[Row]] = {part: [] for part in PARTS}
@@ -405,7 +488,9 @@ def main() -> None:
                     server.close()
                 parts[part] = overhead_rows(servers["choreograph"], 2 * arguments.rounds + 1)
             elif part == "quoting":
-                parts[part] = quoting_rows(arguments.rounds, arguments.answer_tokens)
+                rows = quoting_rows(arguments.rounds, arguments.answer_tokens, arguments.data)
+                measured = {row.measure for row in rows}  # with data or without: both are kept
+                parts[part] = [row for row in parts[part] if row.measure not in measured] + rows
             else:
                 parts[part] = program_rows(part, sides, arguments.rounds, arguments.answer_tokens, failed)
             rows = [row for name in PARTS for row in parts[name]]

@@ -8,7 +8,7 @@ then the context is computed as in prefix mode.
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,14 +20,14 @@ from ..request.request import Request
 from ..utils import atomic_write_text
 from .agent_tags import agent_key_of
 from .explain import measure_repairs
-from .repair.options import REPAIR_STRATEGIES, Repair
+from .repair.options import Repair
 
-SHARES = (0.0, 0.1, 0.2, 0.4)  # of repair, the cheapest first; the alternative to all is 1
+SHARES = (0.1, 0.2, 0.4, 0.6)  # of repair, the cheapest first; the alternatives are 0 and 1
 MIN_SAMPLES = 8  # measurements before an option may be used
 MAX_SAMPLES = 256  # weight of the past: older measurements fade
 MAX_STAGES = 1024  # stages to keep; the one measured longest ago is dropped
 QUANTILE = 2.326  # of the normal distribution, one-sided 99%: an option is looked at again and again
-VERSION = 1
+VERSION = 2
 
 
 class StageDivergence:
@@ -63,7 +63,8 @@ class Budget:
         shadow_calls: share of calls to measure, 0 to 1; 0 learns nothing.
         shadow_tokens: limit of the tokens computed for measurements, as a share of the tokens of all
             calls with their contexts.
-        strategy: of repair, key of `REPAIR_STRATEGIES`.
+        strategy: of repair, key of `REPAIR_STRATEGIES`; or several, in order of preference among those that are
+            within the budget with the same share.
         workflow: name that separates the stages of workflows in saved files.
         seed: of the selection of calls.
     """
@@ -74,7 +75,7 @@ class Budget:
         *,
         shadow_calls: float = 0.0,
         shadow_tokens: float = 0.1,
-        strategy: str = "first",
+        strategy: str | Sequence[str] = "first",
         workflow: str = "",
         seed: int = 0,
     ) -> None:
@@ -89,13 +90,16 @@ class Budget:
             shadow_tokens,
             workflow,
         )
-        self._options = [Repair(share, strategy) for share in SHARES]
-        self.strategy = strategy
+        self.strategies = (strategy,) if isinstance(strategy, str) else tuple(strategy)
+        if not self.strategies or not all(isinstance(name, str) for name in self.strategies):
+            raise ConfigError(f"strategy={strategy!r}: use one or more names of strategies")
+        repairs = [Repair(share, name) for share in SHARES for name in self.strategies]
+        self.options = (Repair(0.0, self.strategies[0]), *repairs)  # the cheapest first
         self.stage: str | None = None  # of the next calls; None: named by their structure
         self.num_tokens = 0  # tokens of the measured sessions' calls with their contexts
         self.num_shadow_tokens = 0  # tokens computed for measurements
         self._random = random.Random(seed)
-        self._stages: dict[str, dict[float, StageDivergence]] = {}  # by share, in order of the last measurement
+        self._stages: dict[str, dict[Repair, StageDivergence]] = {}  # by option, in order of the last measurement
         self._selected: dict[int, dict[int, str]] = {}  # by session and message: stage of a call to measure
 
     @classmethod
@@ -115,18 +119,24 @@ class Budget:
         stage = self._stage_of(request)
         if self.shadow_calls and self._random.random() < self.shadow_calls:
             self._selected.setdefault(request.session_id, {})[request.id] = stage
-        return Repair(self.share_for(stage), self.strategy)
+        return self.repair_for(stage)
+
+    def repair_for(self, stage: str) -> Repair:
+        """Return a stage's repair: share 0 reuses, 1 computes."""
+        known = self._stages.get(stage, {})
+        within = (option for option in self.options if option in known and known[option].upper <= self.max_kl)
+        return next(within, Repair(1.0, self.strategies[0]))
 
     def share_for(self, stage: str) -> float:
         """Return a stage's share of repair: 0 reuses, 1 computes."""
-        known = self._stages.get(stage, {})
-        return next((s for s in SHARES if s in known and known[s].upper <= self.max_kl), 1.0)
+        return self.repair_for(stage).share
 
-    def observe(self, stage: str, divergences: Mapping[float, float]) -> None:
-        """Add measurements of one call: divergence in nats a token by share."""
+    def observe(self, stage: str, divergences: Mapping[float | Repair, float]) -> None:
+        """Add measurements of one call: divergence in nats a token by repair, or by share of the first strategy."""
         known = self._stages.pop(stage, {})
-        for share, kl in divergences.items():
-            known.setdefault(share, StageDivergence()).add(kl)
+        for option, kl in divergences.items():
+            repair = option if isinstance(option, Repair) else Repair(option, self.strategies[0])
+            known.setdefault(repair, StageDivergence()).add(kl)
         self._stages[stage] = known
         if len(self._stages) > MAX_STAGES:
             del self._stages[next(iter(self._stages))]
@@ -160,24 +170,27 @@ class Budget:
             num_own, num_context = message.length, sum(parent.length for parent in message.parents)
             self.num_tokens += num_own + num_context
             stage = self._selected.get(message._request.session_id, {}).pop(message.id, None)
-            cost = math.ceil((1 + sum(SHARES)) * num_context) + (1 + len(SHARES)) * num_own + len(SHARES)  # at most
-            if REPAIR_STRATEGIES[self.strategy].reads_prompt:  # for its scores, and over the repaired context
-                cost += 2 * len(SHARES) * num_own
+            cost = num_context + num_own  # at most: of prefix mode, then of every option
+            for option in self.options:
+                cost += math.ceil(option.share * num_context) + num_own + 1
+                if option.selection.reads_prompt:  # for its scores, and over the repaired context
+                    cost += 2 * num_own
             if stage is None or self.num_shadow_tokens + cost > self.shadow_tokens * self.num_tokens:
                 continue
             self.num_shadow_tokens += cost
             with suppress(ChoreographError):  # a call that cannot be measured teaches nothing
-                self.observe(stage, {trial.share: trial.kl for trial in measure_repairs(message, self._options)})
+                trials = measure_repairs(message, self.options)
+                self.observe(stage, {Repair(trial.share, trial.strategy): trial.kl for trial in trials})
 
     # -- files --------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
         """Write what was learned as JSON."""
         stages = {
-            stage: [[share, d.count, d.mean, d.variance] for share, d in known.items()]
+            stage: [[option.share, option.strategy, d.count, d.mean, d.variance] for option, d in known.items()]
             for stage, known in self._stages.items()
         }
-        record = {"version": VERSION, "strategy": self.strategy, "stages": stages}
+        record = {"version": VERSION, "strategies": self.strategies, "stages": stages}
         atomic_write_text(Path(path), json.dumps(record, indent=1) + "\n")
 
     def load(self, path: str | Path) -> None:
@@ -186,13 +199,13 @@ class Budget:
             record: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
             if record["version"] != VERSION:
                 raise ValueError(f"version {record['version']} instead of {VERSION}")
-            if (strategy := record.get("strategy", "first")) != self.strategy:
-                raise ValueError(f"strategy {strategy!r} instead of {self.strategy!r}")
+            if (strategies := tuple(record["strategies"])) != self.strategies:
+                raise ValueError(f"strategies {strategies} instead of {self.strategies}")
             stages = {
-                stage: {float(share): StageDivergence(int(n), float(m), float(v)) for share, n, m, v in rows}
+                stage: {Repair(s, name): StageDivergence(int(n), float(m), float(v)) for s, name, n, m, v in rows}
                 for stage, rows in record["stages"].items()
             }
-        except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as exc:
             raise DataError(f"{path}: not a saved budget ({exc}): remove it and learn again") from None
         self._stages = dict(list(stages.items())[-MAX_STAGES:])
 

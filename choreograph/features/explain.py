@@ -27,7 +27,7 @@ from .guard import copy_labels
 from .repair.options import Repair
 from .repair.planner import ContextRepair
 from .repair.probe import ProbeContext
-from .repair.strategy import ContextView, ParentView
+from .repair.strategy import ContextView, ParentView, Strategy
 from .variants import TextOrigin
 
 TRIAL_SHARES = (0.1, 0.2, 0.4)  # of repair, tried when the divergence is measured
@@ -61,6 +61,7 @@ class RepairTrial:
 
     share: float
     kl: float  # mean over the message's tokens, nats
+    strategy: str | Strategy = "first"
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ def _try_repairs(
             if context is not None:
                 segment = own._replace(position=num_context, context=context)
                 rows = _score(message._core, message._request, [segment])[0]
-                yield RepairTrial(repair.share, fmean(_divergence(prefix, rows)))
+                yield RepairTrial(repair.share, fmean(_divergence(prefix, rows)), repair.strategy)
 
 
 def _prefix_segment(message: MessageHandle) -> _Segment:

@@ -8,9 +8,11 @@ from helpers.inspect_engine import inspect
 
 from choreograph import Budget, Repair, SamplingParams
 from choreograph.errors import ConfigError, DataError
-from choreograph.features.budget import MAX_STAGES, MIN_SAMPLES, SHARES
+from choreograph.features.budget import MAX_STAGES, MIN_SAMPLES
+from choreograph.features.budget import SHARES as REPAIR_SHARES
 from choreograph.features.explain import measure_repairs
 
+SHARES = (0.0, *REPAIR_SHARES)
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
@@ -26,7 +28,7 @@ def test_at_least_95_percent_of_stages_stay_within_the_budget(count):
     budget = Budget(max_kl)
     for number in range(400):
         reuse = 10 ** rng.uniform(-4, 0)
-        means = [reuse * factor for factor in (1, 0.7, 0.5, 0.25)]
+        means = [reuse * factor for factor in (1, 0.7, 0.5, 0.25, 0.15)]
         observe_synthetic(budget, f"s{number}", means, rng, count)
         share = budget.share_for(f"s{number}")
         chosen.append((share, reuse, 0.0 if share == 1 else means[SHARES.index(share)]))
@@ -126,7 +128,19 @@ def test_a_budget_repairs_and_measures_with_its_strategy():
         assert budget.choose(inspect(by_hand[0]).request) == Repair(0.2, "attention")
 
 
-@pytest.mark.parametrize("strategy", ["first", "attention"])
+def test_the_cheapest_share_wins_then_the_strategy_that_was_named_first():
+    budget = Budget(0.05, strategy=["unseen", "attention"])
+    kl = {Repair(0.0, "unseen"): 0.2, Repair(0.1, "unseen"): 0.1, Repair(0.1, "attention"): 0.06}
+    kl |= {Repair(0.2, "unseen"): 0.09, Repair(0.2, "attention"): 0.04, Repair(0.4, "unseen"): 0.01}
+    for _ in range(MIN_SAMPLES):
+        budget.observe("stage", kl)
+    assert budget.repair_for("stage") == Repair(0.2, "attention")
+    for _ in range(30 * MIN_SAMPLES):
+        budget.observe("stage", {Repair(0.2, "unseen"): 0.0})
+    assert budget.repair_for("stage") == Repair(0.2, "unseen") and budget.share_for("stage") == 0.2
+
+
+@pytest.mark.parametrize("strategy", ["first", "attention", ("unseen", "attention")])
 def test_measurements_cost_no_more_than_their_limit(strategy):
     plain = Budget(1e9)
     shadowed = Budget(1e9, shadow_calls=1, shadow_tokens=0.5, strategy=strategy)
@@ -151,11 +165,12 @@ def test_what_was_learned_is_bounded_saved_and_loaded(tmp_path):
         for _ in range(MIN_SAMPLES):
             budget.observe(f"s{number}", {0.0: 0.01, 0.2: 0.001})
     assert budget.share_for("s0") == 1 and budget.share_for(f"s{MAX_STAGES + 9}") == 0
+    budget.observe("several", {Repair(0.4, "first"): 0.001})
     budget.save(tmp_path / "budget.json")
     other = Budget(0.005)
     other.load(tmp_path / "budget.json")
     assert other.share_for(f"s{MAX_STAGES + 9}") == 0.2 and other.share_for("s0") == 1
-    with pytest.raises(DataError, match="strategy 'first' instead of 'attention'"):
+    with pytest.raises(DataError, match=r"strategies \('first',\) instead of \('attention',\)"):
         Budget(0.005, strategy="attention").load(tmp_path / "budget.json")
     (tmp_path / "budget.json").write_text("{}")
     with pytest.raises(DataError, match="remove it"):
@@ -164,7 +179,14 @@ def test_what_was_learned_is_bounded_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_kl": -1}, {"max_kl": True}, {"max_kl": 1, "shadow_calls": 1.5}, {"max_kl": 1, "strategy": "best"}]
+    "options",
+    [
+        {"max_kl": -1},
+        {"max_kl": True},
+        {"max_kl": 1, "shadow_calls": 1.5},
+        {"max_kl": 1, "strategy": "best"},
+        {"max_kl": 1, "strategy": ()},
+    ],
 )
 def test_invalid_budgets_are_refused(options):
     with pytest.raises(ConfigError):

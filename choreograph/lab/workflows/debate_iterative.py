@@ -7,11 +7,13 @@ one attends to a verdict.
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from ...api.message import Message
 from ...errors import ConfigError
 from .parsing import final_answer, first_yes_no
-from .run import WorkflowRun, check_choices
+from .run import WorkflowRun, check_choices, exact
 from .single_call import EXAMPLE, STOP_STRINGS
 
 DEBATE = (  # the second sentence is level 2 of Liang et al.
@@ -64,12 +66,21 @@ _PREFERENCE = re.compile(r"preference\W{1,5}(yes|no)\b", re.IGNORECASE)
 _ANSWER = re.compile(r'answer"?\s*:\s*(?:"((?:[^"\\]|\\.)*)"?|([^",}\n]+))', re.IGNORECASE)
 
 
-def run(wf: WorkflowRun, task: str, *, rounds: int = 3, prompt: str = "worked", form: str = "paper") -> Message:
+def run(
+    wf: WorkflowRun,
+    task: str,
+    *,
+    rounds: int = 3,
+    prompt: str = "worked",
+    form: str = "paper",
+    exact_judges: bool = False,
+) -> Message:
     """Debate a problem; return the moderator's final answer.
 
     Args:
         form: "paper", or "short": the moderator says yes or no after every round but the last, without
             reasons, then states the final answer.
+        exact_judges: the moderator reads the debate as in prefix mode.
     """
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
@@ -81,13 +92,13 @@ def run(wf: WorkflowRun, task: str, *, rounds: int = 3, prompt: str = "worked", 
     }
     instructions = MODERATOR if form == "paper" else SHORT_MODERATOR
     moderator = wf.prefill("moderator prompt", wf.user(instructions.format(task=task)))
-    debate: list[Message] = []
+    judge, debate = exact(exact_judges), list[Message]()
     for number in range(1, rounds + 1):
         for side in SIDES:
             header = wf.assistant(f"{side.capitalize()} side:\n")
             debate.append(wf.decode(side, header, [prompts[side], *debate], stop=SIDE_STOP_STRINGS))
         if form == "paper":
-            verdict = moderate(wf, "verdict", [moderator, *debate])
+            verdict = moderate(wf, "verdict", [moderator, *debate], judge)
             has_preference, answer = read_verdict(verdict.text)
             if has_preference is None:
                 wf.record_parse_failure("verdict")
@@ -95,22 +106,23 @@ def run(wf: WorkflowRun, task: str, *, rounds: int = 3, prompt: str = "worked", 
                 wf.record("rounds", number)
                 wf.record("answer", answer)
                 return verdict
-        elif number == rounds or debate_is_over(wf, moderator, debate):
+        elif number == rounds or debate_is_over(wf, moderator, debate, judge):
             break
     wf.record("rounds", number)
     if form == "short":
-        final = wf.decode("answer", wf.assistant(f"Moderator: {FINAL}"), [moderator, *debate], max_tokens=48)
+        header = wf.assistant(f"Moderator: {FINAL}")
+        final = wf.decode("answer", header, [moderator, *debate], max_tokens=48, **judge)
         wf.record("answer", final_answer(FINAL + final.text))
         return final
     conclude = wf.prefill("conclude prompt", wf.user(CONCLUDE), [moderator])
-    final = moderate(wf, "answer", [moderator, *debate, conclude])
+    final = moderate(wf, "answer", [moderator, *debate, conclude], judge)
     wf.record("answer", read_verdict(final.text)[1] or final_answer(final.text, is_complete=False))
     return final
 
 
-def moderate(wf: WorkflowRun, stage: str, context: list[Message]) -> Message:
-    """Decode a verdict that starts with its reasons."""
-    return wf.decode(stage, wf.assistant(f"Moderator:\n{VERDICT_START}"), context, max_tokens=VERDICT_TOKENS)
+def moderate(wf: WorkflowRun, stage: str, context: list[Message], judge: Mapping[str, Any]) -> Message:
+    """Decode a verdict that starts with its reasons; `judge` has options of the call."""
+    return wf.decode(stage, wf.assistant(f"Moderator:\n{VERDICT_START}"), context, max_tokens=VERDICT_TOKENS, **judge)
 
 
 def read_verdict(text: str) -> tuple[bool | None, str | None]:
@@ -127,10 +139,10 @@ def read_verdict(text: str) -> tuple[bool | None, str | None]:
     )
 
 
-def debate_is_over(wf: WorkflowRun, moderator: Message, debate: list[Message]) -> bool:
+def debate_is_over(wf: WorkflowRun, moderator: Message, debate: list[Message], judge: Mapping[str, Any]) -> bool:
     """Return whether a short verdict ends the debate."""
     header = wf.assistant("Moderator: Do both sides agree on one answer? My verdict (yes or no):")
-    verdict = first_yes_no(wf.decode("verdict", header, [moderator, *debate], max_tokens=16).text)
+    verdict = first_yes_no(wf.decode("verdict", header, [moderator, *debate], max_tokens=16, **judge).text)
     if verdict is None:
         wf.record_parse_failure("verdict")
     return bool(verdict)

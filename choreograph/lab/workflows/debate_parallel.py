@@ -21,7 +21,7 @@ PAPER_UPDATE = (  # after Du et al.
     "to the problem, with your final answer in the form \\boxed{} at the end of your response."
 )
 
-FORMS = ("guided", "paper")
+FORMS = ("guided", "paper", "in_context")
 
 
 def run(
@@ -30,7 +30,8 @@ def run(
     """Debate a problem; return the first answer that matches the majority.
 
     Args:
-        form: "guided": the instruction follows the other agents' answers; "paper": it precedes them.
+        form: "guided": the instruction follows the other agents' answers; "paper": it precedes them; "in_context":
+            it follows them in the header, so that it attends to them.
     """
     if agents < 1 or rounds < 1:
         raise ConfigError(f"agents={agents}, rounds={rounds}: use 1 or more of each")
@@ -39,13 +40,15 @@ def run(
     headers = [wf.assistant(f"Agent {i + 1}:\n") for i in range(agents)]
     answers = [wf.decode("round 1", header, [question], stop=STOP_STRINGS) for header in headers]
     is_paper = form == "paper"
-    update = wf.prefill("update prompt", wf.user(PAPER_UPDATE if is_paper else UPDATE), [question])
+    instruction = wf.user(PAPER_UPDATE if is_paper else UPDATE)
+    in_header = [instruction] if form == "in_context" else []
+    update = [] if in_header else [wf.prefill("update prompt", instruction, [question])]
     for number in range(2, rounds + 1):
         others = [[*answers[:i], *answers[i + 1 :]] for i in range(agents)]
-        contexts = [[question, update, *o] if is_paper else [question, *o, update] for o in others]
+        contexts = [[question, *update, *o] if is_paper else [question, *o, *update] for o in others]
         answers = [
-            wf.decode(f"round {number}", header, context, stop=STOP_STRINGS, warn_blocked=False)  # `update` is shared
-            for header, context in zip(headers, contexts, strict=True)
+            wf.decode(f"round {number}", [*in_header, header], context, stop=STOP_STRINGS, warn_blocked=False)
+            for header, context in zip(headers, contexts, strict=True)  # `update` is shared: a warning is in vain
         ]
     finals = [wf.read_answer(f"round {rounds}", answer) for answer in answers]
     agreed = majority(finals)

@@ -20,7 +20,7 @@ CLOSING = "Now answer all of the questions above, each in one short sentence."
 
 TASK_KIND = "pair"
 
-FORMS = ("guided", "paper")
+FORMS = ("guided", "paper", "in_context")
 
 TOPOLOGIES = ("serial", "parallel")
 
@@ -32,7 +32,8 @@ def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial",
 
     Args:
         form: "guided": a turn after the questions and the start of the answer say that all are to be
-            answered; "paper": only the system prompt does.
+            answered; "paper": only the system prompt does; "in_context": as "guided", with that turn in the header
+            of the answer, so that it attends to the questions.
     """
     questions = [line for line in task.splitlines() if line.strip()] if isinstance(task, str) else list(task)
     if not questions:
@@ -41,10 +42,12 @@ def run(wf: WorkflowRun, task: str | Sequence[str], *, topology: str = "serial",
     is_paper = form == "paper"
     system = wf.prefill("system", wf.system(PAPER_SYSTEM if is_paper else SYSTEM))
     question_messages = [wf.prefill("question", wf.user(question), [system]) for question in questions]
-    closing = [] if is_paper else [wf.prefill("closing", wf.user(CLOSING), [system])]
+    closing = [wf.prefill("closing", wf.user(CLOSING), [system])] if form == "guided" else []
     parts = [[system], question_messages, closing]
     offsets = topology_offsets(topology, *parts)
-    header = wf.assistant("" if is_paper else "Answers to all questions:\n-")
+    header = [wf.assistant("" if is_paper else "Answers to all questions:\n-")]
+    if form == "in_context":
+        header.insert(0, wf.user(CLOSING))
     end = sum(max((m.length for m in part), default=0) for part in parts) if topology == "parallel" else None
     context = [m for part in parts for m in part]
     # that questions do not see each other is what this measures

@@ -7,7 +7,7 @@ turn; the step graph predicts which role is needed next. The reviewer may send t
 from ...agents import StepGraph, Workflow
 from ...api.message import Message
 from ...errors import ConfigError
-from .run import WorkflowRun
+from .run import WorkflowRun, check_choices, exact
 from .single_call import STOP_STRINGS, solve_prompt
 
 INTRODUCTION = (
@@ -26,22 +26,43 @@ AGENTS = {
     "reviewer": "writer",
 }
 
+FORMS = ("shared", "in_context")
 
-def run(wf: WorkflowRun, task: str, *, rounds: int = 2, prompt: str = "plain") -> Message:
-    """Return the writer's last answer, after at most `rounds` of them."""
+
+def run(
+    wf: WorkflowRun,
+    task: str,
+    *,
+    rounds: int = 2,
+    prompt: str = "plain",
+    form: str = "shared",
+    exact_judges: bool = False,
+) -> Message:
+    """Return the writer's last answer, after at most `rounds` of them.
+
+    Args:
+        form: "shared": the question is computed once for all agents and does not attend to their roles; "in_context":
+            it is in the header of every turn, and attends to the role and to what other agents wrote.
+        exact_judges: the reviewer reads the answer as in prefix mode.
+    """
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: use 1 or more")
+    check_choices(form=(form, FORMS))
     team = Workflow(wf.session, StepGraph.read({"agents": AGENTS, "name": "peer"}))
     introduction = wf.prefill("introduction", wf.user(INTRODUCTION))
-    question = wf.prefill("question", wf.user(solve_prompt(task, prompt)), [introduction])
+    asked = wf.user(solve_prompt(task, prompt))
+    in_header = [asked] if form == "in_context" else []
+    question = [] if in_header else [wf.prefill("question", asked, [introduction])]
 
     def turn(name: str, label: str, *seen: Message) -> Message:
         with team.agent(name) as agent:
             role = wf.prefill("role", wf.user(ROLES[name]), [introduction])
             agent.mark_fixed(role)
-            parents = [introduction, role, question, *seen]
-            # roles and question are each the same for all turns, and do not see each other
-            return wf.decode(name, wf.assistant(label), parents, stop=STOP_STRINGS, warn_blocked=False).result()
+            header = [*in_header, wf.assistant(label)]
+            parents = [introduction, role, *question, *seen]
+            # a shared question does not attend to the role, on purpose: a warning is in vain
+            judge = exact(exact_judges and name == "reviewer")
+            return wf.decode(name, header, parents, stop=STOP_STRINGS, warn_blocked=False, **judge).result()
 
     plan = turn("planner", "Plan:\n")
     review: list[Message] = []

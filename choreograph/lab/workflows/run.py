@@ -392,6 +392,11 @@ def parallel_groups(calls: Iterable[StageCall]) -> list[list[StageCall]]:
     return groups
 
 
+def exact(is_exact: bool) -> dict[str, Any]:
+    """Return the options of a call that reads its context as in prefix mode, if it does."""
+    return {"repair": 1.0} if is_exact else {}
+
+
 def check_choices(**options: tuple[str, Collection[str]]) -> None:
     """Raise ConfigError unless every option's value is one of its choices."""
     for name, (value, choices) in options.items():

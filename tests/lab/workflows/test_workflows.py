@@ -48,6 +48,13 @@ def play(talker):
     talker.clear_cache()
 
 
+IN_CONTEXT = {  # forms whose instructions are in the header: stages of these calls, and what they attend to
+    "multi_qa": {"answer": ["system", "question", "question"]},
+    "debate_parallel": {"round 2": ["question", "round 1", "round 1"]},
+    "tree_of_thoughts": {"vote": ["problem", "solve", "solve", "solve"], "answer": ["problem", "solve"]},
+    "branch_solve_merge": {"merge": ["system", "solve", "solve"]},
+    "peer": {"planner": ["introduction", "role"], "writer": ["introduction", "role", "executor"]},
+}
 FORMS = [
     ("tree_of_thoughts", "paper"),
     ("tree_of_thoughts", "short"),
@@ -57,6 +64,9 @@ FORMS = [
     ("debate_parallel", "paper"),
     ("multi_qa", "guided"),
     ("multi_qa", "paper"),
+    ("branch_solve_merge", "paper"),
+    ("peer", "shared"),
+    *((name, "in_context") for name in IN_CONTEXT),
 ]
 WITH_FORMS = [(name, {}) for name in TASKS if name not in dict(FORMS)] + [
     (name, {"form": form}) for name, form in FORMS
@@ -243,6 +253,40 @@ def test_the_instruction_of_a_parallel_debate_precedes_the_answers_in_the_papers
             others = [*earlier[:i], *earlier[i + 1 :]]
             expected = [question, update, *others] if form == "paper" else [question, *others, update]
             assert message.parents == tuple(expected)
+
+
+@pytest.mark.parametrize("name", IN_CONTEXT)
+def test_instructions_in_context_attend_to_all_that_precedes_them(name, play):
+    p = play(name, form="in_context")
+    stages = {message.id: stage for stage, message in p.calls}
+    for stage, parents in IN_CONTEXT[name].items():
+        for message in steps(p, stage):
+            assert [stages[parent.id] for parent in message.parents] == parents
+            assert message.roles == ("user", "assistant"), "the instruction is a turn of the header"
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "stages"),
+    [
+        ("tree_of_thoughts", "short", ["vote"]),
+        ("tree_of_thoughts", "in_context", ["vote"]),
+        ("debate_iterative", "paper", ["verdict", "answer"]),
+        ("debate_iterative", "short", ["verdict", "answer"]),
+        ("peer", "shared", ["reviewer"]),
+        ("peer", "in_context", ["reviewer"]),
+    ],
+)
+def test_exact_judges_read_as_in_prefix_mode(name, form, stages, play):
+    sampling = SamplingParams(temperature=0, max_tokens=3, logprobs=0)
+    baseline = play(name, "prefix", sampling=sampling, form=form)
+    texts = baseline.transcript()
+    runs = {e: play(name, forced=texts, sampling=sampling, form=form, exact_judges=e) for e in (False, True)}
+
+    def scores(run):
+        return [item.logprob for stage in stages for message in steps(run, stage) for item in message.logprobs]
+
+    assert scores(runs[True]) == pytest.approx(scores(baseline), abs=1e-4)
+    assert scores(runs[False]) != pytest.approx(scores(baseline), abs=1e-3)
 
 
 def test_questions_in_the_papers_form_have_a_system_prompt_and_nothing_else(play):
