@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NOTES_FILE = Path(__file__).with_name("retrieval_notes.json")
 INSTRUCTION = "Answer from the notes, in a few words."
-SAMPLING = SamplingParams(temperature=0, max_tokens=24, stop=(".",))
+SAMPLING = SamplingParams(temperature=0, max_tokens=24, stop=(".", ","))
 RUNS: tuple[tuple[str, Mode, float], ...] = (  # label, mode, share of the reused tokens that is computed again
     ("prefix caching", "prefix", 0.0),
     ("reuse", "choreographed", 0.0),
