@@ -127,10 +127,10 @@ class BlockedTurns(ContextFeature):
         self._warned: WeakSet[Any] = WeakSet()  # sessions
 
     def submit(self, draft: RequestDraft) -> None:
-        """Warn of a call, unless a repair or a budget looks after it."""
-        session = draft.session
+        """Warn of a call, unless a repair that computes tokens or a budget looks after it."""
+        session, repair = draft.session, repair_of(draft.request)
         if not draft.options.get("warn_blocked", True) or (found := blocked_turn(draft.message)) is None:
             return
-        if session not in self._warned and session.budget is None and repair_of(draft.request) is None:
+        if session not in self._warned and session.budget is None and (repair is None or repair.share == 0):
             self._warned.add(session)
             session.on_warning(f"{found.advice()}; warn_blocked=False turns this warning off")

@@ -305,10 +305,13 @@ class HFModel:
         if self.tp_group is not None:
             raise ConfigError(f"{feature} does not go with {TP_LABEL}: use one process")
 
-    @property
+    @cached_property
     def can_run_layers(self) -> bool:
         """True if a part of the layers can run: one process has them, and the family's run one by one."""
-        return self.tp_group is None and self.attention_patch is None
+        try:
+            return self.tp_group is None and self.decoder_layers is not None
+        except ModelError:
+            return False
 
     @cached_property
     def decoder_layers(self) -> DecoderLayers:

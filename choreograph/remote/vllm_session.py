@@ -183,7 +183,10 @@ class VllmLimits(ContextFeature):
         Raises:
             ConfigError: if it needs an engine of this process.
         """
-        kv_reuse, repair, state = kv_reuse_of(draft.request), draft.options.get("repair"), draft.request.decode_state
+        request = draft.request
+        kv_reuse, state = kv_reuse_of(request), request.decode_state
+        reuses = request.parents and request.mode == "choreographed"  # elsewhere a repair is ignored
+        repair = draft.options.get("repair") if reuses else None
         if kv_reuse != "recompute":
             raise ConfigError(
                 f"kv_reuse={kv_reuse!r}: vLLM reuses KV of the same model alone: use 'recompute', or an Engine"

@@ -4,7 +4,7 @@ import pytest
 from helpers import tiny_models
 from helpers.char_tokenizer import tokenizer
 
-from choreograph import Budget, CacheConfig, Engine, EngineConfig, SamplingParams, Turn
+from choreograph import Budget, CacheConfig, Engine, EngineConfig, Repair, SamplingParams, Turn
 from choreograph.errors import ConfigError
 from choreograph.features.explain import SMALL_KL
 from choreograph.lab.workflows import WorkflowRun, find
@@ -251,6 +251,12 @@ def test_a_session_does_not_warn(engine, caplog, options):
     with engine.session(**options) as session:
         ask(session, *alone(session)[0])
         assert warnings_of(caplog) == []
+
+
+def test_a_repair_that_computes_nothing_does_not_silence_the_warning(engine, caplog):
+    with engine.session(repair=Repair(0, "align", (0.9, 0.8))) as session:
+        ask(session, *alone(session)[0])
+        assert len(warnings_of(caplog)) == 1
 
 
 def test_a_call_turns_the_warning_on_again(engine, caplog):

@@ -267,6 +267,8 @@ def test_errors_are_those_of_the_library(servers):
         message.release()
         with pytest.raises(MessageReleasedError):
             session.prefill([1], [message])
+    with engine.session(mode="prefix", repair=Repair(0.2, "attention")) as session:
+        assert session.decode([1], [session.prefill([5])], max_tokens=1).tokens, "this mode ignores repairs"
     with pytest.raises(SessionClosedError):
         session.prefill([1])
     with pytest.raises(RequestFailedError, match=r"127\.0\.0\.1:9"):

@@ -72,7 +72,8 @@ class _RepairedContext:
         """Append tokens [start, end) of a request, by default after the last piece."""
         position, num_tokens = self.num_tokens if position is None else position, end - start
         last = self.hashes[-1] if self.hashes else None
-        if last is not None and self.requests[-1] is request and last.token_start + last.num_tokens == start:
+        continues = last is not None and self.requests[-1] is request and last.token_start + last.num_tokens == start
+        if last is not None and continues and last.alignment == alignment:
             self.hashes[-1] = last._replace(num_tokens=last.num_tokens + num_tokens)
         else:
             self.requests.append(request)
@@ -152,11 +153,11 @@ class ContextRepair(ContextFeature):
         state = request.extension(RepairState)
         if state is None:
             return READY
-        if not may_load:
-            return Wait()
         strategy, share = state.repair.selection, state.repair.share
+        if share > 0 and not may_load:
+            return Wait()
         parents = list(self._views(request))
-        if share == 0:
+        if share == 0:  # nothing is computed
             request.alignments = tuple(None if parent.is_exact else state.alignment for parent in parents)
             del request.extensions[RepairState]
             return READY

@@ -144,6 +144,7 @@ class AttentionObserver:
         self._slices = [kv_slice for parent in view.parents for kv_slice in parent.slices]
         self._request = request
         first, end = (round(share * len(self._pool.keys)) for share in layers)
+        end = max(1, end)
         self._layers = range(min(first, end - 1), end)
         self.num_layers = self._layers.stop
         self._steps: dict[tuple[bool, ...], _ObservedStep] = {}  # the current one, by visible slices

@@ -72,6 +72,10 @@ def train(
         raise DataError(f"examples {empty[:5]} generate nothing: leave them out")
     if len({example.adapter_only for example in examples}) == 2:
         raise DataError("examples with and without adapter stages: train on one kind")
+    if config.alignment is not None and any(example.adapter_only for example in examples):
+        raise DataError(
+            "alignment: it does not go with adapter stages, because an engine aligns all that another model computed"
+        )
     for example in [*examples, *validation] if config.kl_weight else ():
         topk_targets(example)
     manifest = TrainManifest(

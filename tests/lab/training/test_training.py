@@ -286,6 +286,9 @@ def test_what_cannot_be_learned_is_refused(adapter, tmp_path):
             train(adapter, learn, check, tmp_path)
     with pytest.raises(DataError, match="train on one kind"):
         train(adapter, [LEARN[0], replace(LEARN[1], adapter_only=True)], CHECK, tmp_path)
+    stages = [[replace(example, adapter_only=True) for example in part] for part in (LEARN, CHECK)]
+    with pytest.raises(DataError, match="alignment: it does not go with adapter stages"):
+        train(adapter, *stages, tmp_path, TrainConfig(alignment=(0.9, 0.8)))
 
     def within(done, most):
         with pytest.raises(ModelError, match="being trained"):
