@@ -48,7 +48,7 @@ def run(
         contexts = [[question, *update, *o] if is_paper else [question, *o, *update] for o in others]
         answers = [
             wf.decode(f"round {number}", [*in_header, header], context, stop=STOP_STRINGS, warn_blocked=False)
-            for header, context in zip(headers, contexts, strict=True)  # `update` is shared: a warning is in vain
+            for header, context in zip(headers, contexts, strict=True)  # `update` is shared on purpose
         ]
     finals = [wf.read_answer(f"round {rounds}", answer) for answer in answers]
     agreed = majority(finals)

@@ -60,7 +60,7 @@ def run(
             agent.mark_fixed(role)
             header = [*in_header, wf.assistant(label)]
             parents = [introduction, role, *question, *seen]
-            # a shared question does not attend to the role, on purpose: a warning is in vain
+            # a shared question does not attend to the role, on purpose
             judge = exact(exact_judges and name == "reviewer")
             return wf.decode(name, header, parents, stop=STOP_STRINGS, warn_blocked=False, **judge).result()
 

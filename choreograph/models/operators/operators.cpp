@@ -252,7 +252,7 @@ struct Linear {
   void (*int4)(const void*, int64_t, int64_t, const void*, const void*, void*, int64_t, int64_t, bool);  // or null
 };
 
-// Decoder layer. Mirrors `_Layer`.
+// Decoder layer. Mirrors `Layer`.
 struct Layer {
   const Linear *qkv, *output, *gated, *down;
   const Norm *attention_norm, *mlp_norm;  // of the outputs of both blocks, or null
