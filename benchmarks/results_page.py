@@ -9,6 +9,7 @@ from choreograph.lab.evaluation.report import format_estimate, format_p_value, f
 
 from . import repair as repair_benchmark
 from . import results_papers, results_reuse  # noqa: F401  they register their tables
+from . import retrieval as retrieval_benchmark
 from . import vllm as vllm_benchmark
 from .ray_scale import TRANSFERS, routers_of
 from .ray_workloads import WORKLOADS
@@ -23,7 +24,7 @@ PAGES = (
     SUMMARY_PAGE,
     *(
         SUMMARY_PAGE.with_name(f"{name}.md")
-        for name in ("scale", "explain", "vllm", "repair", "quality", "server", "concepts")
+        for name in ("benchmarks", "scale", "explain", "vllm", "repair", "quality", "server", "concepts")
     ),
     *(DETAILS / f"{name}.md" for name in DETAIL_NAMES),
 )
@@ -715,6 +716,34 @@ def ray_routing(result: Result) -> Any:
     shares = markdown("Workload | of the best other router | of the best of at most 10% imbalance", ratios)
     note = f"Computed tokens of message routing:\n\n{shares}\n\n{provenance_note('ray_routing')}"
     return ["Workload", "Router", *ROUTING_COLUMNS], lines, note
+
+
+@table("retrieval", "retrieval")
+def retrieval(result: Result) -> Any:
+    """F1, first tokens and whole answers of every side, with both numbers of passages."""
+    times, lines = {(row["measure"], row["peer"]): row for row in result["rows"]}, []
+    for key, part in result["quality"].items():
+        title, data = key.rsplit(", ", 1)
+        rows = {row["side"]: row for row in part["rows"]}
+        for side in retrieval_benchmark.SIDES if data == "all sets" else ():
+            # both prefix caches answer as no reuse does
+            row = rows.get(retrieval_benchmark.NO_REUSE if side in retrieval_benchmark.EXACT else side)
+            first, answer = f"{title}: first token, {side}", f"{title}: answer, {side}"
+            if row is None or side == retrieval_benchmark.PLAIN and (first, None) not in times:
+                continue
+            cells = [f"{format_estimate(row['f1'], 100)}", format_estimate(row["f1 over no reuse"], 100, sign=True)]
+            cells += [format_estimate(row["exact"], 100), format_estimate(row["right"], 100)]
+            cells += [f"{100 * row['same']['value']:.0f}", f"{row['computed']['value']:.0f}", str(row["n"])]
+            if side in retrieval_benchmark.EXACT:
+                cells[5] = ""
+            ratios = [times.get((first, peer)) for peer in (retrieval_benchmark.PLAIN, retrieval_benchmark.PREFIX)]
+            ratios.append(times.get((answer, retrieval_benchmark.PLAIN)))
+            cells.append(f"{times[first, None]['value']:.0f}" if (first, None) in times else "")
+            cells += [f"{format_estimate(ratio, places=2)}x" if ratio else "" for ratio in ratios]
+            lines.append([title if side == retrieval_benchmark.NO_REUSE else "", side, *cells])
+    head = "model | side | F1 | over no reuse, points | exact match % | right % | same answer % | tokens computed | n"
+    times_head = "first token, ms | vLLM over this | prefix mode over this | answer of 16 tokens, vLLM over this"
+    return f"{head} | {times_head}", lines
 
 
 @table("vllm", "vllm")

@@ -9,9 +9,10 @@ that they need, filled up with their other passages, or with those of other ques
 the whole pool in its own order, by BM25, the best passage first, and is answered greedily with at most 32 tokens.
 Programs follow `docs/quality.md`: a shared system turn first, whole turns, the question in the header of the call.
 
-Sides of our engine: `no reuse`, `prefix mode`, whose answers are the same, `reuse`, `aligned` reuse, repair of 10, 20 and 40% by each strategy, and
-a budget of 0.02 nats that was learned on other questions. Sides of vLLM's CPU build: its prefix cache, which answers as `no reuse`, and
-plain requests to the connector, with and without repair, when every passage has been sent once behind the system turn.
+Sides of our engine: `no reuse`, `prefix mode`, whose answers are the same, `reuse`, `reuse, aligned`, repair of 10, 20 and 40%
+by each strategy, and a budget of 0.02 nats that was learned on other questions. Sides of vLLM's CPU build: its prefix cache,
+which answers as `no reuse`, and plain requests to the connector, with and without repair, when every passage has been
+sent once behind the system turn.
 
 - `quality` answers. Records of pools are kept in `--out`, so that a run that was stopped goes on, and the sets take turns,
   so that it is balanced. Differences to no reuse are paired by question.
@@ -26,23 +27,21 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
 from choreograph import Budget, CacheConfig, Engine, EngineConfig, Message, Repair, Session
 from choreograph.api.chat import ChatTemplate, Turn
-from choreograph.console import print_table
 from choreograph.features.repair.options import REPAIR_STRATEGIES
 from choreograph.lab.evaluation.metrics import f1, is_correct, normalize_text
-from choreograph.lab.evaluation.report import format_estimate
 from choreograph.lab.evaluation.run_dir import RunDirectory
 from choreograph.lab.evaluation.statistics import difference, mean
-from choreograph.models.loader import bundled_gguf
 from choreograph.outputs import Mode
+from choreograph.viz import COLORS
 
 from .common import (
     FIGURES,
@@ -60,7 +59,7 @@ from .common import (
     write,
 )
 from .peer_engines import VLLM
-
+from .plots import Curve, quality_over_time
 from .rules import Group, Question
 from .vllm import CONNECTOR
 
@@ -82,10 +81,17 @@ SHARES = (0.1, 0.2, 0.4)
 ALIGNMENTS = {"bundled": (0.975, 0.913)}  # as `choreograph calibrate` found them, see docs/repair.md
 OTHER_ALIGNMENT = (0.95, 1.0)  # of Qwen2.5-Coder-0.5B
 
-NO_REUSE, PREFIX, REUSE, ALIGNED, BUDGETED = "no reuse", "prefix mode", "reuse", "reuse, aligned", f"budget of {BUDGET:g}"
+NO_REUSE, PREFIX, REUSE, ALIGNED, BUDGETED = (
+    "no reuse",
+    "prefix mode",
+    "reuse",
+    "reuse, aligned",
+    f"budget of {BUDGET:g}",
+)
 PLAIN, CONNECTED = "vLLM", "vLLM, connector"
 STRATEGIES = tuple(name for name, strategy in REPAIR_STRATEGIES.items() if not strategy.aligns)
 REPAIRS = {f"{strategy} {share:.0%}": Repair(share, strategy) for strategy in STRATEGIES for share in SHARES}
+EXACT = (PREFIX, PLAIN)  # answer as no reuse does
 CONNECTOR_SHARES = {CONNECTED: 0.0, **{f"{CONNECTED}, {share:.0%}": share for share in SHARES}}
 SIDES = (NO_REUSE, PREFIX, REUSE, ALIGNED, *REPAIRS, BUDGETED, PLAIN, *CONNECTOR_SHARES)
 SOME_SIDES = (NO_REUSE, PREFIX, REUSE, ALIGNED, *(f"first {share:.0%}" for share in SHARES), PLAIN, CONNECTED)
@@ -190,7 +196,9 @@ def encode(session: Session, pool: Group) -> list[Message]:
     return [system, *(session.prefill(session.user(text), [system]) for text in pool.documents)]
 
 
-def ask(session: Session, question: Question, encoded: Sequence[Message], repair: Repair | None, **options: Any) -> Message:
+def ask(
+    session: Session, question: Question, encoded: Sequence[Message], repair: Repair | None, **options: Any
+) -> Message:
     parents = [encoded[0], *(encoded[1 + i] for i in question.reads)]
     return session.decode(header_of(question), parents, repair=repair, **options)
 
@@ -372,7 +380,7 @@ def measure_quality(given: argparse.Namespace) -> None:
         missing = [
             name
             for name in sides_of(num_passages, given.sides)
-            if name not in (PREFIX, PLAIN)
+            if name not in EXACT
             and (name not in CONNECTOR_SHARES or number % given.connector_every == 0)
             and all(record["id"] != identity for record in out.records(name))
         ]
@@ -411,9 +419,7 @@ def keep_quality(out: RunDirectory, model: str) -> None:
     update = {}
     for num_passages in PASSAGES:
         for data in ("all sets", *SETS):
-            chosen = {
-                name: [r for r in rows if _is_of(r["id"], data, num_passages)] for name, rows in records.items()
-            }
+            chosen = {name: [r for r in rows if _is_of(r["id"], data, num_passages)] for name, rows in records.items()}
             if chosen.get(NO_REUSE):
                 rows = summarize({name: rows for name, rows in chosen.items() if rows})
                 key = f"{model}, {num_passages} passages, {data}"
@@ -471,7 +477,11 @@ def time_vllm(peer: VLLM, prompts: Prompts, count: int, share: float | None) -> 
     began = time.perf_counter()
     if share is not None:
         send_passages(peer, prompts)
-    times: Times = {"first token": [], "answer": [], "passages": [time.perf_counter() - began if share is not None else 0.0]}
+    times: Times = {
+        "first token": [],
+        "answer": [],
+        "passages": [time.perf_counter() - began if share is not None else 0.0],
+    }
     for number in range(len(prompts.headers)):
         generated = peer.generate([prompts.question(number)], count, [None if share is None else transfer_of(share)])
         times["first token"].append(generated.times[0][0])
@@ -485,8 +495,12 @@ def measure_speed(given: argparse.Namespace) -> None:
     engine, model = load(given.model)
     template, threads = ChatTemplate(engine.tokenizer), torch.get_num_threads()
     connected = [name for name in CONNECTOR_SHARES if name in given.sides]
-    plain = VLLM(threads, eager_dtype(), model=given.model) if PLAIN in given.sides else None
-    peer = VLLM(threads, eager_dtype(), CONNECTOR, given.model) if connected else None
+    with ThreadPoolExecutor() as pool:  # both start in a minute
+        wanted = ((PLAIN in given.sides, None), (connected, CONNECTOR))
+        starts = [
+            pool.submit(VLLM, threads, eager_dtype(), c, given.model) if is_asked else None for is_asked, c in wanted
+        ]
+        plain, peer = (start and start.result() for start in starts)
     budgets = last_result("retrieval").get("budgets", {})
     pools = {
         (num_passages, data): pools_of(data, given.data, num_passages)
@@ -507,7 +521,9 @@ def measure_speed(given: argparse.Namespace) -> None:
             runs.append(lambda: taken.update({PLAIN: time_vllm(plain, prompts, count, None)}))
         for name in connected if peer is not None else ():
             if name in names:
-                runs.append(lambda name=name: taken.update({name: time_vllm(peer, prompts, count, CONNECTOR_SHARES[name])}))
+                runs.append(
+                    lambda name=name: taken.update({name: time_vllm(peer, prompts, count, CONNECTOR_SHARES[name])})
+                )
         for work in runs[:: -1 if turn % 2 else 1]:
             work()
         return taken
@@ -518,7 +534,7 @@ def measure_speed(given: argparse.Namespace) -> None:
         run(num_passages, Group(pool.documents, pool.questions[:1]), 2, 0)
     print("... warm", flush=True)
     turn, longest = 0, 0.0
-    while turn < given.rounds and time.perf_counter() + longest < ends:
+    while turn < given.rounds and (not turn or time.perf_counter() + longest < ends):
         began = time.perf_counter()
         data = given.sets[turn % len(given.sets)]
         for num_passages in given.passages:
@@ -533,12 +549,23 @@ def measure_speed(given: argparse.Namespace) -> None:
         names = {row.measure.partition(":")[0] for row in measured}
         others = [row_from_record(record) for record in last_result("retrieval").get("rows", [])]
         rows = [*(row for row in others if row.measure.partition(":")[0] not in names), *measured]
-        write("retrieval", rows, "bundled", **{key: last_result("retrieval").get(key, {}) for key in ("quality", "budgets")})
+        write(
+            "retrieval",
+            rows,
+            "bundled",
+            **{key: last_result("retrieval").get(key, {}) for key in ("quality", "budgets")},
+        )
     for child in (plain, peer):
         if child is not None:
             child.close()
     result = last_result("retrieval")
-    save("retrieval", [row_from_record(r) for r in result["rows"]], "bundled", quality=result["quality"], budgets=result["budgets"])
+    save(
+        "retrieval",
+        [row_from_record(r) for r in result["rows"]],
+        "bundled",
+        quality=result["quality"],
+        budgets=result["budgets"],
+    )
     draw()
 
 
@@ -552,7 +579,9 @@ def rows_of(title: str, sides: Mapping[str, Times]) -> list[Row]:
                 if other in sides and other != name:
                     rows.append(ratio_row(f"{title}: {key}, {name}", sides[other][key], times[key], peer=other))
         if any(times["passages"]):
-            rows.append(median_row(f"{title}: passages, {name}", [1e3 * t for t in times["passages"]], "ms", better="lower"))
+            rows.append(
+                median_row(f"{title}: passages, {name}", [1e3 * t for t in times["passages"]], "ms", better="lower")
+            )
     return rows
 
 
@@ -575,7 +604,48 @@ def keep(**updates: Mapping[str, Any]) -> None:
 
 def draw() -> None:
     """Draw F1 over first tokens, for models and numbers of passages of which both were measured."""
-    return
+    result = last_result("retrieval")
+    times = {row["measure"]: row["value"] / 1e3 for row in result.get("rows", ()) if row["peer"] is None}
+    for key, part in result.get("quality", {}).items():
+        title, data = key.rsplit(", ", 1)
+        if data == "all sets" and f"{title}: first token, {NO_REUSE}" in times:
+            rows = {row["side"]: row for row in part["rows"]}
+            _draw(title, rows, {side: times.get(f"{title}: first token, {side}") for side in SIDES})
+
+
+def _draw(title: str, rows: Mapping[str, Any], times: Mapping[str, float | None]) -> None:
+    level = 100 * rows[NO_REUSE]["f1"]["value"]
+
+    def curve(label: str, sides: Sequence[str], color: str, place: tuple[float, float], anchor: str = "left") -> Curve:
+        points = []
+        for side in sides:
+            # prefix caches answer as no reuse does
+            over = rows[NO_REUSE if side in EXACT else side]["f1 over no reuse"]
+            points.append((times[side], tuple(level + 100 * over[key] for key in ("value", "low", "high"))))
+        notes = [side.rsplit(" ", 1)[1] if side.endswith("%") else "" for side in sides]
+        return Curve(label, points, notes, place, color, anchor)
+
+    def measured(*sides: str) -> list[str]:
+        return [side for side in sides if times.get(side) and (side in rows or side in EXACT)]
+
+    ours = [
+        curve(f"repair: {strategy}", sides, color, (8, 0))
+        for strategy, color in zip(STRATEGIES, COLORS, strict=False)
+        if len(sides := measured(REUSE, *(side for side in REPAIRS if side.startswith(f"{strategy} ")))) > 1
+    ]
+    points = {REUSE: (0, -12), ALIGNED: (0, 12), BUDGETED: (0, 12), NO_REUSE: (6, 10), PREFIX: (-6, -10)}
+    ours += [curve(side, [side], "#333333", points[side], "center") for side in measured(*points)]
+    vllm = [curve("prefix caching", measured(PLAIN), "#333333", (0, 10), "center")] if measured(PLAIN) else []
+    if sides := measured(*CONNECTOR_SHARES):
+        vllm.append(curve("connector: reuse and repair", sides, COLORS[0], (0, -12), "center"))
+    quality_over_time(
+        {"Choreograph": ours, "vLLM": vllm},
+        FIGURES / f"retrieval-{title.replace(' ', '-').replace(',', '')}.svg",
+        level=level,
+        margin=1,
+        xlabel="seconds to the first token",
+        ylabel="F1 of answers",
+    )
 
 
 def main() -> None:
