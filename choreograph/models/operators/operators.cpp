@@ -187,7 +187,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   static thread_local Buffer<In> buffer;
   bool copies = norm || padded != in || !std::is_same<T, In>::value;
   In* prepared = copies ? buffer.reserve(rows * padded) : nullptr;
-  int64_t height = std::max<int64_t>(M, ROWS_BYTES / (std::min(padded, DEPTH) * sizeof(In)) / M * M);
+  int64_t height = std::max<int64_t>(M, ROWS_BYTES / (std::min(padded, MANY_ROWS.inputs) * sizeof(In)) / M * M);
 #if HAS_AMX && HAS_DOTS
   bool uses_tiles = std::is_same<T, bf16>::value && in % 32 == 0 && has_amx();
   static thread_local Buffer<bf16> tiles_buffer;

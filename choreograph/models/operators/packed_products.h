@@ -1,9 +1,9 @@
 // Products of rows with row-major weights by vector registers with output features in their lanes: out = x @ weight^T,
 // with float32 sums.
 //
-// Some inputs of CHUNK output features are packed when they are needed, and then multiplied by all rows of a block. Sums
-// add inputs in their order whatever the number of rows, so results do not depend on the batch. Where memory delivers
-// weights at 10 bytes per cycle or less, packing takes no time of its own: a step of one token is as fast as a copy.
+// Weights are packed as tiles when they are needed: transposed, so that a register holds an input, or a pair of them,
+// of LANES features. All rows of a block are multiplied by the tiles. Sums add inputs in their order whatever the number
+// of rows, so results do not depend on the batch.
 
 #pragma once
 
@@ -17,14 +17,16 @@
 
 namespace {
 
-constexpr int STRIP = 32;         // rows of prepared inputs are padded to a multiple of it with zeros
-constexpr int CHUNK = 64;         // output features that are multiplied at once
-constexpr int M = 6;              // rows at once
-constexpr int C = LANES == 16 ? 4 : 2;  // tiles at once: M * C sums and their operands fit in 32 or 16 registers
-constexpr int64_t DEPTH = 2048;   // inputs that are packed at once: they stay in the second-level cache
-constexpr int FEW = 48;           // rows up to which memory is what takes time: weights are prefetched, and those of
-constexpr int FEW_C = 2;          // fewer features and inputs are packed at once, so that memory is always busy
-constexpr int64_t FEW_DEPTH = 128;
+constexpr int STRIP = 32;  // rows of prepared inputs are padded to a multiple of it with zeros
+constexpr int CHUNK = 64;  // output features that are multiplied at once
+constexpr int M = 6;       // rows at once
+constexpr bool WIDE = LANES == 16;  // 32 registers for sums and operands instead of 16
+
+// How many tiles of LANES features, and inputs of them, are used at once. Up to FEW rows, weights that come from memory
+// are what takes time, so others are prefetched meanwhile; up to FEWEST, they are not even stored in packed form.
+struct Size { int tiles; int64_t inputs; };
+constexpr Size MANY_ROWS = {WIDE ? 4 : 2, 2048}, FEW_ROWS = {2, 128}, FEWEST_ROWS = {WIDE ? 1 : 2, 128};
+constexpr int FEW = 48, FEWEST = WIDE ? 8 : 6;
 
 // How weights of type T are multiplied. Input: of prepared rows. EACH: inputs in an element of a packed tile.
 template <class T>
@@ -58,6 +60,8 @@ inline void store_packed(Input<T>* to, int i, vec x) {
   }
 }
 
+template <class T> constexpr int STEP = LANES * 4 / sizeof(T);  // inputs in a register
+
 // Packs LANES features by a register of inputs each. Element (i, f) of the tile is an input of feature f.
 template <class T>
 inline void pack_tile(const T* weight, int64_t row, Input<T>* to) {
@@ -69,34 +73,77 @@ inline void pack_tile(const T* weight, int64_t row, Input<T>* to) {
   for (int i = 0; i < LANES; i++) store_packed<T>(to, i, r[i]);
 }
 
-// Packs weights, rows `row` elements apart, as tiles (count, LANES) of LANES features each, with zeros for what is beyond
-// the number of features or inputs. count: a multiple of STRIP. next: weights to prefetch meanwhile, or null.
+// Packs weights, rows `row` elements apart, as tiles (count, LANES) of LANES features each, with zeros for what is
+// beyond the number of features or inputs. count: a multiple of STRIP. next: weights to prefetch meanwhile, or null.
 template <class T>
 void pack(const T* weight, int64_t row, int tiles, int features, int64_t inputs, int64_t count, const T* next,
           Input<T>* to) {
-  constexpr int STEP = LANES * 4 / sizeof(T);  // inputs of a register
   for (int f = 0; f < tiles * LANES; f += LANES, weight += LANES * row, to += count * LANES) {
     int64_t k = 0;
     if (features - f >= LANES)
-      for (; k + STEP <= std::min(inputs, count); k += STEP) {
+      for (; k + STEP<T> <= std::min(inputs, count); k += STEP<T>) {
         if (next && k * sizeof(T) % 64 == 0)
 #pragma GCC unroll 16
           for (int i = 0; i < LANES; i++) __builtin_prefetch(next + (f + i) * row + k);
         pack_tile(weight + k, row, to + k * LANES);
       }
-    for (; k < count; k += STEP) {
-      T rest[LANES * STEP] = {};
+    for (; k < count; k += STEP<T>) {
+      T rest[LANES * STEP<T>] = {};
       for (int i = 0; i < std::min(LANES, features - f) && k < inputs; i++)
-        std::copy_n(weight + i * row + k, std::min<int64_t>(STEP, inputs - k), rest + i * STEP);
-      pack_tile(rest, STEP, to + k * LANES);
+        std::copy_n(weight + i * row + k, std::min<int64_t>(STEP<T>, inputs - k), rest + i * STEP<T>);
+      pack_tile(rest, STEP<T>, to + k * LANES);
     }
   }
 }
 
+// Adds the products of R rows with a transposed register of inputs, in the same order as `multiply`.
+template <class T, int R>
+inline void add_products(const Input<T>* x, int64_t x_row, const vec* tile, vec* sum) {
+  using P = Products<T>;
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Input<T>* from = x + r * x_row + i * P::EACH;
+      if constexpr (std::is_same<T, float>::value) sum[r] = P::add(sum[r], P::input(from), tile[i]);
+      else if constexpr (P::EACH == 2) sum[r] = P::add(sum[r], P::input(from), (ivec)tile[i]);
+      else {
+        sum[r] = P::add(sum[r], P::input(from + i), (vec)((ivec)tile[i] << 16));
+        sum[r] = P::add(sum[r], P::input(from + i + 1), (vec)((ivec)tile[i] & -65536));
+      }
+    }
+}
+
+// to (R, tiles * LANES) = x (R, count) @ weight^T, of rows `row` elements apart. count: a multiple of STEP.
+template <class T, int R>
+__attribute__((noinline)) void multiply_unpacked(const Input<T>* x, int64_t x_row, const T* weight, int64_t row,
+                                                 int64_t count, const T* next, float* to) {
+  constexpr int TILES = FEWEST_ROWS.tiles;
+  vec sum[TILES][R] = {};
+  for (int64_t k = 0; k < count; k += STEP<T>) {
+    int64_t then = k + FEWEST_ROWS.inputs;
+    const T* ahead = then < count ? weight + then : next + (then - count);
+#pragma GCC unroll 2
+    for (int c = 0; c < TILES; c++) {
+      vec r[LANES];
+      int64_t first = c * LANES * row;
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; i++) r[i] = load((const float*)(weight + first + i * row + k));
+      if (k * sizeof(T) % 64 == 0)
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) __builtin_prefetch(ahead + first + i * row);
+      transpose(r);
+      add_products<T, R>(x + k, x_row, r, sum[c]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < TILES; c++) store(to + r * CHUNK + c * LANES, sum[c][r]);
+}
+
 // to (R, C * LANES) [+]= x (R, count) @ tiles (C, count, LANES).
 template <class T, int C, int R>
-__attribute__((noinline)) void multiply(const Input<T>* x, int64_t x_row, const Input<T>* tiles, int64_t count, bool add,
-                                        float* to) {
+__attribute__((noinline)) void multiply(const Input<T>* x, int64_t x_row, const Input<T>* tiles, int64_t count,
+                                        bool add, float* to) {
   using P = Products<T>;
   vec sum[R][C];
 #pragma GCC unroll 6
@@ -120,38 +167,48 @@ __attribute__((noinline)) void multiply(const Input<T>* x, int64_t x_row, const 
     for (int c = 0; c < C; c++) store(to + r * CHUNK + c * LANES, sum[r][c]);
 }
 
-template <class T, int C>
-void multiply_rows(int rows, const Input<T>* x, int64_t x_row, const Input<T>* tiles, int64_t count, bool add, float* to) {
-  for (; rows >= M; rows -= M, x += M * x_row, to += M * CHUNK) multiply<T, C, M>(x, x_row, tiles, count, add, to);
-  switch (rows) {
-    case 5: return multiply<T, C, 5>(x, x_row, tiles, count, add, to);
-    case 4: return multiply<T, C, 4>(x, x_row, tiles, count, add, to);
-    case 3: return multiply<T, C, 3>(x, x_row, tiles, count, add, to);
-    case 2: return multiply<T, C, 2>(x, x_row, tiles, count, add, to);
-    case 1: return multiply<T, C, 1>(x, x_row, tiles, count, add, to);
-  }
+// Calls f with `number`, from 1 to N, as a constant.
+template <int N, class F>
+inline void with_constant(int number, F f) {
+  if constexpr (N > 1)
+    if (number < N) return with_constant<N - 1>(number, f);
+  f(std::integral_constant<int, N>());
 }
 
 // Elements of the memory that `product` needs for tiles.
-inline int64_t tiles_size(int64_t inputs) { return CHUNK * std::min(inputs, DEPTH); }
+inline int64_t tiles_size(int64_t inputs) { return CHUNK * std::min(inputs, MANY_ROWS.inputs); }
 
 // Products of rows of x, padded to `x_row` elements, with at most CHUNK weights of `inputs`: to (rows, CHUNK). next:
 // weights that the thread reads afterwards, or null.
 template <class T>
 void product(int rows, const Input<T>* x, int64_t x_row, const T* weight, int features, int64_t inputs, const T* next,
              Input<T>* tiles, float* to) {
-  bool few = rows <= FEW;
-  int64_t depth = few ? FEW_DEPTH : DEPTH;
-  for (int f = 0, group = (few ? FEW_C : C) * LANES; f < features; f += group)
-    for (int64_t k = 0; k < x_row; k += depth) {
-      int64_t count = std::min(depth, x_row - k);
-      const T *from = weight + f * inputs + k, *then = next;
-      if (k + depth < inputs) then = from + depth;
-      else if (f + group < features) then = weight + (f + group) * inputs;
-      pack(from, inputs, group / LANES, features - f, inputs - k, count, few ? then : nullptr, tiles);
-      auto multiply = few ? multiply_rows<T, FEW_C> : multiply_rows<T, C>;
-      multiply(rows, x + k, x_row, tiles, count, k > 0, to + f);
+  const Size size = rows <= FEWEST ? FEWEST_ROWS : rows <= FEW ? FEW_ROWS : MANY_ROWS;
+  const int group = size.tiles * LANES;
+  for (int f = 0; f < features; f += group, to += group, weight += group * inputs) {
+    const T* following = f + group < features ? weight + group * inputs : next;
+    int64_t k = 0;
+    if (rows <= FEWEST && features - f >= group) {
+      k = inputs / STEP<T> * STEP<T>;
+      with_constant<FEWEST>(rows, [&](auto r) {
+        multiply_unpacked<T, r>(x, x_row, weight, inputs, k, following ? following : weight, to);
+      });
     }
+    for (; k < x_row; k += size.inputs) {
+      const int64_t count = std::min(size.inputs, x_row - k);
+      const T* then = k + count < inputs ? weight + k + count : following;
+      pack(weight + k, inputs, size.tiles, features - f, inputs - k, count, rows <= FEW ? then : nullptr, tiles);
+      for (int first = 0, times = (rows + M - 1) / M, some; times; times--, first += some) {  // about as many each time
+        some = (rows - first + times - 1) / times;
+        with_constant<M>(some, [&](auto r) {
+          auto function = multiply<T, MANY_ROWS.tiles, r>;
+          if (size.tiles == 1) function = multiply<T, 1, r>;
+          if (size.tiles == 2) function = multiply<T, 2, r>;
+          function(x + first * x_row + k, x_row, tiles, count, k > 0, to + first * CHUNK);
+        });
+      }
+    }
+  }
 }
 
 }  // namespace
