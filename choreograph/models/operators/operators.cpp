@@ -202,7 +202,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   if (packs_weights) height = (height + 31) / 32 * 32;
   int64_t group = packs_weights ? 32 : height;  // rows until bias, gate and residual are applied
   int64_t share = std::max<int64_t>(1, items / (8 * threads));
-  if (rows <= FEW || uses_tiles && !packs_weights) share = (items + threads - 1) / threads;  // weights in the order of memory
+  if (uses_tiles ? !packs_weights : rows <= FEW) share = (items + threads - 1) / threads;  // weights in memory's order
 #pragma omp parallel num_threads(threads)
   {
     if (copies) {
@@ -254,8 +254,8 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
           const T* ahead = next_f0 < next.features ? (const T*)next.weight + next_f0 * in : nullptr;
 #if HAS_AMX && HAS_DOTS
           if (packs_weights)
-            amx_product_of_packed(tiles + r0 * in, count, (const bf16*)packed + (to == gate ? CHUNK * in : 0), width, in, to,
-                                  CHUNK);
+            amx_product_of_packed(tiles + r0 * in, count, (const bf16*)packed + (to == gate ? CHUNK * in : 0), width, in,
+                                  to, CHUNK);
           else if (uses_tiles && width >= 16)
             amx_product(tiles, count, in, (const bf16*)weight, in, width, (const bf16*)ahead, to, CHUNK);
           else if (uses_tiles) {  // a tile of features, zeros beyond the last
