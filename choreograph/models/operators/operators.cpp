@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t ROWS_BYTES = 192 << 10;        // of rows that take turns with a chunk, in the second-level cache
+constexpr int64_t ROWS_BYTES = (WIDE ? 512 : 192) << 10;  // of rows that take turns with a chunk, in the second-level cache
 constexpr int64_t AMX_ROWS_BYTES = 1536 << 10;   // the same in tiles
 
 // Memory of a thread, aligned to cache lines and reused by later calls.
@@ -201,7 +201,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   height = (rows + blocks - 1) / blocks;
   if (packs_weights) height = (height + 31) / 32 * 32;
   int64_t group = packs_weights ? 32 : height;  // rows until bias, gate and residual are applied
-  int64_t share = std::max<int64_t>(1, items / (8 * threads));
+  int64_t share = std::max<int64_t>(1, items / (32 * threads));
   if (uses_tiles ? !packs_weights : rows <= FEW) share = (items + threads - 1) / threads;  // weights in memory's order
 #pragma omp parallel num_threads(threads)
   {
