@@ -28,7 +28,7 @@ extern "C" void product_of_packed(const bf16* x, int64_t x_row, int rows, int64_
   std::vector<float> sums(32 * (features + 16));
   enter_amx();
   for (int first = 0; first < rows; first += 16) amx_pack_rows(x, x_row, rows, inputs, first, packed.data());
-  amx_pack_weights(weight, row, features, inputs, weights.data());
+  pack<bf16>(weight, row, (features + 15) / 16, features, inputs, inputs, nullptr, weights.data());
   for (int m = 0; m < rows; m += 32) {
     int count = std::min(32, rows - m);
     amx_product_of_packed(packed.data() + m * inputs, count, weights.data(), features, inputs, sums.data(), features + 16);

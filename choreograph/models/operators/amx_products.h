@@ -24,23 +24,21 @@
 //   void amx_pack_rows(const bf16* x, int64_t row, int64_t rows, int64_t inputs, int64_t first, bf16* packed)
 //     As amx_pack.
 //
-//   void amx_pack_weights(const bf16* weight, int64_t row, int features, int64_t inputs, bf16* packed)
-//     Packs some features. `packed` has room for amx_packed_size(features, inputs) elements.
-//
 //   void amx_product_of_packed(const bf16* x, int rows, const bf16* weights, int features, int64_t inputs, float* out,
 //                              int64_t out_row)
-//     As amx_product, for 1 to 32 rows. x: from a row on that is a multiple of 32, at packed + row * inputs. Writes
-//     multiples of 16 rows and features.
+//     As amx_product, for 1 to 32 rows, with weights from `pack`. x: from a row on that is a multiple of 32, at packed +
+//     row * inputs. Writes multiples of 16 rows and features.
 //
 // inputs: a multiple of 32. Packed forms are aligned to 64 bytes, for speed. A thread that multiplies has called
-// enter_amx(), and has_amx() is true (cpp_amx.h). The sum of an output depends neither on `rows` nor on how features are
-// divided, and is the same for few rows and more.
+// enter_amx(), and has_amx() is true (cpp_amx.h). The sum of an output depends neither on `rows` nor on how features
+// are divided, and is the same for few rows and more.
 
 #pragma once
 
 #include "cpp_amx.h"
+#include "packed_products.h"
 
-#if HAS_AMX && REGISTER == 16
+#if HAS_AMX && HAS_DOTS
 
 namespace {
 
@@ -110,22 +108,6 @@ inline void amx_pack_rows(const bf16* x, int64_t row, int64_t rows, int64_t inpu
     for (int i = 0; i < 16; i++, to += 32) {
       if (first + i < rows) memcpy(to, x + (first + i) * row + k, 64);
       else memset(to, 0, 64);
-    }
-}
-
-// Tiles of 32 inputs in pairs and 16 features.
-inline void amx_pack_weights(const bf16* weight, int64_t row, int features, int64_t inputs, bf16* packed) {
-  for (int f = 0; f < features; f += 16)
-    for (int64_t k = 0; k < inputs; k += 32, packed += 512) {
-      vec r[16];
-      if (features - f >= 16)
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) r[i] = load((const float*)(weight + (f + i) * row + k));
-      else
-        for (int i = 0; i < 16; i++) r[i] = f + i < features ? load((const float*)(weight + (f + i) * row + k)) : vec{};
-      transpose(r);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) store((float*)(packed + 32 * i), r[i]);
     }
 }
 

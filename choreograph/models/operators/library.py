@@ -93,7 +93,7 @@ def load_kernels(dtype: torch.dtype) -> Kernels:
 def build(folder: Path, *extra_flags: str) -> Path:
     """Compile the library into `folder`, if missing; return its path."""
     attention = Path(cpp_backend.__file__).parent
-    own = [Path(__file__).with_name(name) for name in ("operators.cpp", "amx_products.h")]
+    own = [Path(__file__).with_name(name) for name in ("operators.cpp", "amx_products.h", "packed_products.h")]
     sources = [*own, attention / "cpp_amx.h", attention / "cpp_vector.h"]
     return compile_library("operators", sources, (f"-I{attention}", *extra_flags), folder)
 

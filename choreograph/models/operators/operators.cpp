@@ -1,58 +1,15 @@
 // Operators of decoder layers over the model's own weights, row-major: linear layers with an RMS norm before them and a
 // residual or gating behind, norms, and rotary embeddings. Types are float or bfloat16; sums are float32.
 //
-// A product is one dot product for each row and output feature, with the input features in the lanes of vector registers,
-// so weights need no other layout. A step of few tokens streams them once, in order. Every dot product adds in the same
-// order whatever the number of rows, so results do not depend on the batch.
+// Weights are packed while they are multiplied (packed_products.h, amx_products.h), so they need no other layout in
+// memory. A step of few tokens streams them once, in order. Results do not depend on the batch.
 
 #include "amx_products.h"
 
-#if REGISTER == 16 && (defined(__AVX512BF16__) || defined(EMULATED_DOTS))  // tests emulate them
-#define HAS_DOTS 1
-#else
-#define HAS_DOTS 0
-#endif
-
 namespace {
 
-constexpr int STRIP = 32;  // input features per iteration; rows of prepared inputs are padded to it with zeros
-constexpr int CHUNK = 64;  // output features that are computed before bias, gate and residual are applied
-constexpr int N = 4;       // output features at once
-constexpr int M = LANES == 16 ? 6 : 3;           // rows at once: M * N sums and their operands fit in registers
-constexpr int FEW = 12;                          // rows up to which weights are widened for each product
-constexpr int AHEAD = 8 << 10;  // bytes from a weight to the one that is prefetched meanwhile, in the order of memory
-constexpr int64_t ROWS_BYTES = 192 << 10;        // of rows that take turns with a chunk, in the second-level cache
+constexpr int64_t ROWS_BYTES = (WIDE ? 512 : 192) << 10;  // of rows that take turns with a chunk, in the second-level cache
 constexpr int64_t AMX_ROWS_BYTES = 1536 << 10;   // the same in tiles
-
-// Operands of dot products: vectors from feature `s` of a strip on. `Input`: of prepared inputs. A product adds to LANES
-// partial sums.
-template <class T, class W>
-struct Products {
-  typedef float Input;
-  static constexpr int STEP = LANES;
-  static vec input(const float* x, int s) { return load(x + s); }
-  static vec weight(const float* w, int s) { return load(w + s); }
-  // One load gives the even features of 2 * LANES, and another one the odd ones: inputs are prepared in this order.
-  static vec weight(const bf16* w, int s) {
-    ivec pairs;
-    memcpy(&pairs, w + s / (2 * LANES) * (2 * LANES), sizeof(pairs));
-    return (vec)(s / LANES % 2 ? pairs & (int)0xffff0000 : pairs << 16);
-  }
-  static vec add(vec sum, vec x, vec w) { return sum + x * w; }
-};
-// Features of a strip in the order of prepared inputs.
-inline vec ordered(const float* x, int s) { return load(x + s); }
-inline vec ordered(const bf16* x, int s) { return HAS_DOTS ? widen(x + s) : Products<bf16, float>::weight(x, s); }
-#if HAS_DOTS
-template <>
-struct Products<bf16, bf16> {
-  typedef bf16 Input;
-  static constexpr int STEP = 2 * LANES;
-  static ivec input(const bf16* x, int s) { return load_pairs(x + s); }
-  static ivec weight(const bf16* w, int s) { return load_pairs(w + s); }
-  static vec add(vec sum, ivec x, ivec w) { return dot(sum, x, w); }
-};
-#endif
 
 // Memory of a thread, aligned to cache lines and reused by later calls.
 template <class T>
@@ -68,8 +25,6 @@ struct Buffer {
     return data.get();
   }
 };
-
-template <class T> using Input = typename Products<T, T>::Input;
 
 template <class T> float rounded(float x) { T y; from_float(x, y); return to_float(y); }
 template <class T> vec rounded(vec x) {  // to nearest, ties to even
@@ -120,106 +75,13 @@ void prepare(const T* x, int64_t width, const Norm* norm, Input<T>* to) {
       from = rest, factors = rest_factors;
     }
     for (int s = 0; s < STRIP; s += LANES) {
-      vec y = ordered(from, s);
+      vec y = widen(from + s);
       if (norm) {
-        vec w = ordered(factors, s);
+        vec w = widen(factors + s);
         y = rounded<T>(norm->adds_one ? y * scale * (1.0f + w) : rounded<T>(y * scale) * w);
       }
       put(to + i + s, y);
     }
-  }
-}
-
-// Sums of M rows of x times N rows of w; `w`: one pointer for each. to: (M, CHUNK).
-template <class T, class W, int R>
-__attribute__((noinline)) void dots(const Input<T>* x, int64_t x_row, const W* const* w, int64_t in, bool ahead, float* to) {
-  using P = Products<T, W>;
-  vec acc[R][N] = {};
-  int64_t i = 0;
-  for (; i + STRIP <= in; i += STRIP) {
-    if (ahead)
-      for (int n = 0; n < N; n++)
-        for (int at = 0; at < STRIP; at += 64 / sizeof(W)) __builtin_prefetch(w[0] + AHEAD / sizeof(W) + i * N + n * STRIP + at, 0, 2);
-#pragma GCC unroll 4
-    for (int s = 0; s < STRIP; s += P::STEP) {
-      decltype(P::input(x, 0)) a[R];
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++) a[r] = hold(P::input(x + r * x_row + i, s));
-#pragma GCC unroll 4
-      for (int n = 0; n < N; n++) {
-        auto y = hold(P::weight(w[n] + i, s));
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++) acc[r][n] = P::add(acc[r][n], a[r], y);
-      }
-    }
-  }
-  if (i < in) {
-    W rest[N][STRIP] = {};
-    for (int n = 0; n < N; n++) std::copy_n(w[n] + i, in - i, rest[n]);
-    for (int s = 0; s < STRIP; s += P::STEP)
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++)
-          acc[r][n] = P::add(acc[r][n], P::input(x + r * x_row + i, s), P::weight(rest[n], s));
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < R; r += LANES / N) {
-    vec sums[LANES] = {};
-#pragma GCC unroll 4
-    for (int k = 0; k < LANES / N; k++)
-#pragma GCC unroll 4
-      for (int n = 0; n < N; n++) sums[k * N + n] = r + k < R ? acc[r + k][n] : vec{};
-    vec sum = sum_rows(sums);
-    for (int k = 0; k < LANES / N && r + k < R; k++)
-      for (int n = 0; n < N; n++) to[(r + k) * CHUNK + n] = sum[k * N + n];
-  }
-}
-
-template <class T, class W>
-void dots_of_rows(int rows, const Input<T>* x, int64_t x_row, const W* const* w, int64_t in, bool ahead, float* to) {
-  for (; rows >= M; rows -= M, x += M * x_row, to += M * CHUNK) dots<T, W, M>(x, x_row, w, in, ahead, to), ahead = false;
-  switch (rows) {
-    case 5: return dots<T, W, 5 <= M ? 5 : M>(x, x_row, w, in, ahead, to);
-    case 4: return dots<T, W, 4 <= M ? 4 : M>(x, x_row, w, in, ahead, to);
-    case 3: return dots<T, W, 3>(x, x_row, w, in, ahead, to);
-    case 2: return dots<T, W, 2>(x, x_row, w, in, ahead, to);
-    case 1: return dots<T, W, 1>(x, x_row, w, in, ahead, to);
-  }
-}
-
-// Products of `rows` rows of x and `count` rows of w -> to (rows, CHUNK).
-template <class T>
-void product(int rows, const Input<T>* x, int64_t x_row, const T* w, int count, int64_t in, float* to) {
-  constexpr bool WIDENS = std::is_same<Input<T>, float>::value && std::is_same<T, bf16>::value;
-  static thread_local Buffer<float> buffer;
-  float* wide = WIDENS && rows > FEW ? buffer.reserve(N * x_row) : nullptr;
-  for (int n = 0; n < count; n += N) {
-    const T* from[N];
-    for (int k = 0; k < N; k++) from[k] = w + std::min(n + k, count - 1) * in;
-    bool ahead = rows <= 8 * M;
-    float* out = to + n;
-    if constexpr (WIDENS) {
-      if (rows > FEW) {
-        const float* rows_of[N];
-        for (int k = 0; k < N; k++) {
-          float* row = wide + k * x_row;
-          for (int64_t i = 0; i + STRIP <= in; i += STRIP) {
-            if (ahead) __builtin_prefetch(from[k] + AHEAD / sizeof(T) + i, 0, 2);
-            for (int s = 0; s < STRIP; s += LANES) store(row + i + s, ordered(from[k] + i, s));
-          }
-          if (int64_t i = in / STRIP * STRIP; i < in) {
-            T rest[STRIP] = {};
-            std::copy_n(from[k] + i, in - i, rest);
-            for (int s = 0; s < STRIP; s += LANES) store(row + i + s, ordered(rest, s));
-          }
-          rows_of[k] = row;
-        }
-        dots_of_rows<T, float>(rows, x, x_row, rows_of, x_row, false, out);
-        continue;
-      }
-    }
-    dots_of_rows<T, T>(rows, x, x_row, from, in, ahead, out);
   }
 }
 
@@ -325,7 +187,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   static thread_local Buffer<In> buffer;
   bool copies = norm || padded != in || !std::is_same<T, In>::value;
   In* prepared = copies ? buffer.reserve(rows * padded) : nullptr;
-  int64_t height = std::max<int64_t>(M, ROWS_BYTES / (padded * sizeof(In)) / M * M);
+  int64_t height = std::max<int64_t>(M, ROWS_BYTES / (std::min(padded, MANY_ROWS.inputs) * sizeof(In)) / M * M);
 #if HAS_AMX && HAS_DOTS
   bool uses_tiles = std::is_same<T, bf16>::value && in % 32 == 0 && has_amx();
   static thread_local Buffer<bf16> tiles_buffer;
@@ -339,8 +201,8 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   height = (rows + blocks - 1) / blocks;
   if (packs_weights) height = (height + 31) / 32 * 32;
   int64_t group = packs_weights ? 32 : height;  // rows until bias, gate and residual are applied
-  int64_t share = std::max<int64_t>(1, items / (8 * threads));
-  if (uses_tiles && !packs_weights) share = (items + threads - 1) / threads;  // weights in the order of memory
+  int64_t share = std::max<int64_t>(1, items / (32 * threads));
+  if (uses_tiles ? !packs_weights : rows <= FEW) share = (items + threads - 1) / threads;  // weights in memory's order
 #pragma omp parallel num_threads(threads)
   {
     if (copies) {
@@ -362,8 +224,8 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
     static thread_local Buffer<float> sums_buffer, gate_buffer;
     float* tile = sums_buffer.reserve(group * CHUNK);
     float* gate = mode == PLAIN ? nullptr : gate_buffer.reserve(group * CHUNK);
-    static thread_local Buffer<bf16> weights_buffer;
-    bf16* packed = uses_tiles ? weights_buffer.reserve(2 * CHUNK * in) : nullptr;
+    static thread_local Buffer<In> weights_buffer;
+    In* packed = weights_buffer.reserve(uses_tiles ? 2 * CHUNK * in : tiles_size(padded));
 #pragma omp for schedule(dynamic, share)
     for (int64_t item = 0; item < items; item++) {
       int64_t first = item / chunks * height, end = std::min(rows, first + height), chunk = item % chunks, start = 0;
@@ -378,11 +240,11 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
       int width = std::min<int64_t>(CHUNK, parts[p].features - f0);
 #if HAS_AMX && HAS_DOTS
       if (packs_weights) {
-        auto pack = [&](const Part& part, bf16* to) {
-          amx_pack_weights((const bf16*)part.weight + f0 * in, in, width, in, to);
+        auto pack_part = [&](const Part& part, In* to) {
+          pack<T>((const T*)part.weight + f0 * in, in, (width + 15) / 16, width, in, in, nullptr, to);
         };
-        pack(parts[mode == PLAIN ? p : 1], packed);
-        if (mode != PLAIN) pack(parts[0], packed + CHUNK * in);
+        pack_part(parts[mode == PLAIN ? p : 1], packed);
+        if (mode != PLAIN) pack_part(parts[0], packed + CHUNK * in);
       }
 #endif
       for (int64_t r0 = first; r0 < end; r0 += group) {
@@ -392,17 +254,18 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
           const T* ahead = next_f0 < next.features ? (const T*)next.weight + next_f0 * in : nullptr;
 #if HAS_AMX && HAS_DOTS
           if (packs_weights)
-            amx_product_of_packed(tiles + r0 * in, count, packed + (to == gate ? CHUNK * in : 0), width, in, to, CHUNK);
+            amx_product_of_packed(tiles + r0 * in, count, (const bf16*)packed + (to == gate ? CHUNK * in : 0), width, in,
+                                  to, CHUNK);
           else if (uses_tiles && width >= 16)
             amx_product(tiles, count, in, (const bf16*)weight, in, width, (const bf16*)ahead, to, CHUNK);
           else if (uses_tiles) {  // a tile of features, zeros beyond the last
             memcpy(packed, weight, width * in * sizeof(T));
             memset(packed + width * in, 0, (16 - width) * in * sizeof(T));
-            amx_product(tiles, count, in, packed, in, 16, (const bf16*)ahead, to, CHUNK);
+            amx_product(tiles, count, in, (const bf16*)packed, in, 16, (const bf16*)ahead, to, CHUNK);
           }
           else
 #endif
-            product<T>(count, from + r0 * padded, padded, weight, width, in, to);
+            product(count, from + r0 * padded, padded, weight, width, in, ahead, packed, to);
           const T* bias = (const T*)part.bias;
           for (int r = 0; bias && r < count; r++)
             for (int n = 0; n < width; n++) to[r * CHUNK + n] += to_float(bias[f0 + n]);
