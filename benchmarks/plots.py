@@ -145,9 +145,9 @@ class Curve(NamedTuple):
     label: str
     points: Sequence[tuple[float, ErrorBar]]  # seconds to the first token, quality with its interval
     notes: Sequence[str] = ()  # beside the points
-    place: tuple[float, float] = (0, 8)  # of the label from the last point, in typographic points
     color: str = "#444444"
-    anchor: str = "center"  # horizontal alignment of the label
+    labeled: int = -1  # number of the point that has the label, above or below its interval
+    is_below: bool = False
 
 
 def quality_over_time(
@@ -171,9 +171,13 @@ def quality_over_time(
                 for (x, bar), note in zip(curve.points, curve.notes, strict=False):
                     offset = {"xytext": (5, 2), "textcoords": "offset points"}
                     panel.annotate(note, (x, bar[0]), **offset, fontsize=7, color=curve.color)
-                place = {"xytext": curve.place, "textcoords": "offset points", "ha": curve.anchor, "va": "center"}
-                panel.annotate(curve.label, (xs[-1], ys[-1]), **place, fontsize=8.5, color=curve.color)
+                x, bar = curve.points[curve.labeled]
+                place = {"xytext": (0, -4 if curve.is_below else 4), "textcoords": "offset points", "ha": "center"}
+                place |= {"va": "top" if curve.is_below else "bottom", "color": curve.color, "fontsize": 8.5}
+                place["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
+                panel.annotate(curve.label, (x, bar[1 + (not curve.is_below)]), **place)
             panel.set_xscale("log")
+            panel.margins(x=0.14, y=0.1)
             panel.set_title(title, fontsize=10, loc="left")
             panel.set_xlabel(xlabel)
         ticks = [tick for tick in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if _is_within(tick, axes[0][0].get_xlim())]

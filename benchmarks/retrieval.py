@@ -89,6 +89,7 @@ NO_REUSE, PREFIX, REUSE, ALIGNED, BUDGETED = (
     f"budget of {BUDGET:g}",
 )
 PLAIN, CONNECTED = "vLLM", "vLLM, connector"
+DRAWN = ("first", "attention")  # strategies in the figure
 STRATEGIES = tuple(name for name, strategy in REPAIR_STRATEGIES.items() if not strategy.aligns)
 REPAIRS = {f"{strategy} {share:.0%}": Repair(share, strategy) for strategy in STRATEGIES for share in SHARES}
 EXACT = (PREFIX, PLAIN)  # answer as no reuse does
@@ -384,6 +385,8 @@ def measure_quality(given: argparse.Namespace) -> None:
             and (name not in CONNECTOR_SHARES or number % given.connector_every == 0)
             and all(record["id"] != identity for record in out.records(name))
         ]
+        if not missing:
+            continue
         own = {name: s for name, s in settings_of(model, budgets.get(num_passages)).items() if name in missing}
         own |= {NO_REUSE: Setting("prefix")} if NO_REUSE in own else {}  # the same texts, for less
         copied = equal_side(own[BUDGETED].repair) if BUDGETED in own and own[BUDGETED].repair else None
@@ -616,30 +619,37 @@ def draw() -> None:
 def _draw(title: str, rows: Mapping[str, Any], times: Mapping[str, float | None]) -> None:
     level = 100 * rows[NO_REUSE]["f1"]["value"]
 
-    def curve(label: str, sides: Sequence[str], color: str, place: tuple[float, float], anchor: str = "left") -> Curve:
+    def curve(label: str, sides: Sequence[str], **look: Any) -> Curve:
         points = []
         for side in sides:
             # prefix caches answer as no reuse does
             over = rows[NO_REUSE if side in EXACT else side]["f1 over no reuse"]
-            points.append((times[side], tuple(level + 100 * over[key] for key in ("value", "low", "high"))))
+            value, low, high = (level + 100 * over[key] for key in ("value", "low", "high"))
+            points.append((times[side], (value, low, high)))
         notes = [side.rsplit(" ", 1)[1] if side.endswith("%") else "" for side in sides]
-        return Curve(label, points, notes, place, color, anchor)
+        return Curve(label, points, notes, **look)
 
     def measured(*sides: str) -> list[str]:
         return [side for side in sides if times.get(side) and (side in rows or side in EXACT)]
 
-    ours = [
-        curve(f"repair: {strategy}", sides, color, (8, 0))
-        for strategy, color in zip(STRATEGIES, COLORS, strict=False)
-        if len(sides := measured(REUSE, *(side for side in REPAIRS if side.startswith(f"{strategy} ")))) > 1
-    ]
-    points = {REUSE: (0, -12), ALIGNED: (0, 12), BUDGETED: (0, 12), NO_REUSE: (6, 10), PREFIX: (-6, -10)}
-    ours += [curve(side, [side], "#333333", points[side], "center") for side in measured(*points)]
-    vllm = [curve("prefix caching", measured(PLAIN), "#333333", (0, 10), "center")] if measured(PLAIN) else []
-    if sides := measured(*CONNECTOR_SHARES):
-        vllm.append(curve("connector: reuse and repair", sides, COLORS[0], (0, -12), "center"))
+    panels: dict[str, list[Curve]] = {"Choreograph": [], "vLLM": []}
+    for number, strategy in enumerate(DRAWN):  # the table has all strategies
+        if len(sides := measured(REUSE, *(side for side in REPAIRS if side.startswith(f"{strategy} ")))) > 1:
+            look = {"color": COLORS[number], "is_below": number == 0, "labeled": 1 + number}
+            panels["Choreograph"].append(curve(f"repair: {strategy}", sides, **look))
+    for name, panel, sides, is_below in (
+        (REUSE, "Choreograph", (REUSE,), True),
+        (BUDGETED, "Choreograph", (BUDGETED,), True),
+        ("no reuse,\nprefix mode", "Choreograph", (PREFIX, NO_REUSE), False),
+        ("prefix caching", "vLLM", (PLAIN,), False),
+        ("connector: reuse", "vLLM", (CONNECTED,), True),
+    ):
+        if found := measured(*sides):
+            panels[panel].append(curve(name, found, is_below=is_below))
+    if len(sides := measured(*CONNECTOR_SHARES)) > 1:
+        panels["vLLM"].insert(0, curve("connector: repair", sides, color=COLORS[0], labeled=len(sides) // 2))
     quality_over_time(
-        {"Choreograph": ours, "vLLM": vllm},
+        panels,
         FIGURES / f"retrieval-{title.replace(' ', '-').replace(',', '')}.svg",
         level=level,
         margin=1,
