@@ -144,7 +144,7 @@ def test_quality_goes_on_where_it_stopped_and_pairs_all_sides(arguments, tmp_pat
     assert result["budgets"]["random, 6"][0] in (0, 0.1, 0.2, 0.4, 0.6, 1)
     again = arguments("quality", **QUALITY, out=tmp_path / "records")
     assert "6/0" not in capsys.readouterr().out
-    assert again["quality"] == result["quality"]
+    assert all(again["quality"][key]["rows"] == part["rows"] for key, part in result["quality"].items())
 
 
 def test_speed_pairs_all_sides_with_both_prefix_caches_and_is_drawn(arguments, tmp_path):
