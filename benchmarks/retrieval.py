@@ -211,6 +211,7 @@ class Prompts(NamedTuple):
     passages: list[list[int]]
     headers: list[list[int]]
     orders: list[list[int]]
+    opener: list[int]  # of an answer
 
     @classmethod
     def of(cls, template: ChatTemplate, pool: Group) -> "Prompts":
@@ -224,7 +225,9 @@ class Prompts(NamedTuple):
             ]
             for question in pool.questions
         ]
-        return cls(system, passages, headers, [question.reads for question in pool.questions])
+        (opener,) = template.encode_turns([Turn("assistant", "")], opening=False, opens_last=True)
+        orders = [question.reads for question in pool.questions]
+        return cls(system, passages, headers, orders, list(opener.token_ids))
 
     def question(self, number: int) -> list[int]:
         """Return the prompt of a question."""
@@ -234,7 +237,7 @@ class Prompts(NamedTuple):
 
 def send_passages(peer: VLLM, prompts: Prompts) -> None:
     """Send every passage once, behind the system turn, so that the connector stores it."""
-    peer.generate([[*prompts.system, *passage, *prompts.headers[0]] for passage in prompts.passages], 1)
+    peer.generate([[*prompts.system, *passage, *prompts.opener] for passage in prompts.passages], 1)
 
 
 def transfer_of(share: float) -> dict[str, Any]:
@@ -285,7 +288,7 @@ def answer_connected(
     """Return the same of vLLM with the connector."""
     answers: dict[str, list[tuple[str, float]]] = {}
     numbers, special = range(len(prompts.headers)), set(tokenizer.all_special_ids)
-    stored = len(prompts.system) + sum(len(passage) + len(prompts.headers[0]) for passage in prompts.passages)
+    stored = len(prompts.system) + sum(len(passage) + len(prompts.opener) for passage in prompts.passages)
     for name in names:
         peer.reset()
         send_passages(peer, prompts)
