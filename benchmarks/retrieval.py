@@ -638,7 +638,7 @@ def _draw(title: str, rows: Mapping[str, Any], times: Mapping[str, float | None]
     panels: dict[str, list[Curve]] = {"Choreograph": [], "vLLM": []}
     for number, strategy in enumerate(DRAWN):  # the table has all strategies
         if len(sides := measured(REUSE, *(side for side in REPAIRS if side.startswith(f"{strategy} ")))) > 1:
-            look = {"color": COLORS[number], "is_below": number == 0, "labeled": 1 + number}
+            look = {"color": COLORS[number], "is_below": number == 0, "labeled": 1}
             panels["Choreograph"].append(curve(f"repair: {strategy}", sides, **look))
     for name, panel, sides, is_below in (
         (REUSE, "Choreograph", (REUSE,), True),
