@@ -43,7 +43,8 @@ def test_the_code_of_the_page_runs(live):
     """All python blocks, on the test's server."""
     page = PAGE.read_text().replace("http://127.0.0.1:8000", live.url).replace("smollm2-135m-instruct", "tiny")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert page.startswith(f"# Server\n\n```python\n{blocks[0]}```")
+    commands, first = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)[:2]
+    assert commands.startswith("pip install 'choreograph[serve]'") and first == blocks[0]
     assert len([line for line in blocks[0].splitlines() if line]) == 3
     scope: dict[str, object] = {}
     for block in blocks:
