@@ -177,8 +177,15 @@ def main() -> None:
         packages = options.dist or Path(temporary)
         if not packages.is_dir() or not any(packages.iterdir()):
             build(packages)
+        failed = []
         for name in options.names or NAMES:
-            try_extra(name, packages)
+            try:
+                try_extra(name, packages)
+            except subprocess.CalledProcessError as exc:
+                failed.append(name)
+                print(f"{name}: failed with status {exc.returncode}", flush=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
