@@ -8,9 +8,11 @@ import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from .ages import age_note
 from .common import result_file
+from .gpu.lines import TITLES
 from .results_papers import cut_cell
-from .tables import CELLS, TEMPLATES, by_measure, fill_template, format_row, look_up, markdown, record
+from .tables import CELLS, TEMPLATES, by_measure, fill_template, format_row, look_up, markdown, record, without_interval
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -80,8 +82,10 @@ def table() -> str:
     for shown, result, rows in _shown("benchmarks"):
         row = rows.get((shown["measure"], shown["peer"]))
         if row is not None and row["unit"] in RATIOS:
-            ratio = f"{row['value']:.2f} ({row['low']:.2f}, {row['high']:.2f})"
-            machine = f"{row['made']['hardware']}, torch {result['torch']}"
+            few = shown["benchmark"] == "gpu" and row["measure"].startswith(tuple(TITLES.values()))  # two or three runs
+            ratio = format_row(without_interval(row) if few else row, places=2)
+            age = age_note(shown["benchmark"], [row["made"]])
+            machine = f"{row['made']['hardware']}, torch {result['torch']}{age and f'; {age}'}"
             lines.append([shown["what"], ratio, machine, f"`{shown['benchmark'].removesuffix('_avx2')}`"])
     return markdown("What | Ratio (95%) | Machine | `make bench NAME=`", lines, rule="---")
 
