@@ -12,7 +12,17 @@ from . import results_papers, results_reuse  # noqa: F401  they register their t
 from . import vllm as vllm_benchmark
 from .ray_scale import TRANSFERS, routers_of
 from .ray_workloads import WORKLOADS
-from .tables import by_measure, estimates, fill_tables, format_provenance, markdown, provenance_note, record, table
+from .tables import (
+    by_measure,
+    estimates,
+    fill_tables,
+    format_provenance,
+    format_row,
+    markdown,
+    provenance_note,
+    record,
+    table,
+)
 
 Result = Mapping[str, Any]  # of a benchmark, as its JSON file holds it
 
@@ -321,7 +331,7 @@ def prompt_cache_longbench(result: Result) -> Any:
             continue
         sizes = values(task, "{} tokens", ("cached", "new"), ",.0f")
         places = ("on the device", "in host memory")
-        ratios = estimates(rows, (f"{task}: first token, whole against modules {place}" for place in places))
+        ratios = [format_row(rows[f"{task}: first token, whole against modules {place}"]) for place in places]
         firsts = values(task, "first token, {}", ("device", "host", "whole"), ",.0f")
         later = values(task, "each later token, {}", ("device", "whole"), ".0f")
         ends = values(task, "end to end, {}", ("device", "whole"), ",.0f")
@@ -334,10 +344,13 @@ def prompt_cache_longbench(result: Result) -> Any:
 def prompt_cache_quality(result: Result) -> Any:
     lines = []
     for label, data in result["tables"].items():
-        gap = format_estimate(data["difference"], 100, sign=True)
-        facts = [f"{100 * data['same']:.0f}", f"{data['documents']:.0f}", str(data["n"]), str(data["too_long"])]
-        lines.append([label, data["measure"], *estimates(data, ("whole", "modules"), 100), gap, *facts])
-    return "data | score | read whole | from modules | difference | same answer % | modules | n | too long", lines
+        gap = format_row(data["difference"], 100, sign=True)
+        facts = [f"{100 * data['same']:.0f}", f"{data['documents']:.0f}", str(data["n"])]
+        facts += [str(data["too_long"]), f"{data['longest']:,}"]
+        scores = [format_row(data[side], 100) for side in ("whole", "modules")]
+        lines.append([label, data["measure"], *scores, gap, *facts])
+    head = "data | score | read whole | from modules | difference | same answer % | modules | n | too long"
+    return f"{head} | above so many words", lines
 
 
 @table("memory", "memory", provenance=False)
@@ -428,7 +441,7 @@ def kvflow_policies(result: Result) -> Any:
     cells: dict[str, dict[str, str]] = {}
     for r in result["rows"]:
         title, _, way = r["measure"].partition(": ")
-        cells.setdefault(title, {})[way] = format_estimate(r, 100)
+        cells.setdefault(title, {})[way] = f"{100 * r['value']:.1f}"  # simulated: an interval would say nothing
     lines = []
     for title, shares in cells.items():
         near = result["closeness"][title.rpartition(", ")[0]]
