@@ -105,8 +105,8 @@ def engine(*, tokens: int = 16384, dtype: str = "bfloat16", **options: object) -
 
 
 def model_title(model: str) -> str:
-    """Return what tables call the model of a file."""
-    name = Path(model).stem
+    """Return what tables call a model, by its name or that of its file."""
+    name = Path(model).name.removesuffix(".gguf")
     return MODEL_TITLES.get(name, name)
 
 

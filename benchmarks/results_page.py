@@ -10,6 +10,7 @@ from choreograph.lab.evaluation.report import format_estimate, format_p_value, f
 from . import repair as repair_benchmark
 from . import results_papers, results_reuse  # noqa: F401  they register their tables
 from . import vllm as vllm_benchmark
+from .common import model_title
 from .ray_scale import TRANSFERS, routers_of
 from .ray_workloads import WORKLOADS
 from .tables import by_measure, estimates, fill_tables, format_provenance, markdown, provenance_note, record, table
@@ -534,6 +535,13 @@ def _rules(result: Result, part: str) -> Iterator[tuple[str, Result, Result]]:
             yield from ((name.removeprefix(part).removeprefix(", "), run, row) for row in run["rows"])
 
 
+def _rules_note(result: Result, *parts: str) -> str:
+    """Return where the runs come from whose names start with one of the parts, and their models."""
+    runs = [run for name, run in result["runs"].items() if name.startswith(parts)]
+    models = ", ".join(dict.fromkeys(model_title(run["model"]) for run in runs))
+    return f"`benchmarks/rules.py`, {format_provenance(runs)}; {models}."
+
+
 def _times(result: Result, data: str) -> dict[str, list[str]]:
     """Return the cells of first tokens and computed tokens by program."""
     rows = result["runs"].get(f"first tokens, {data}", {"rows": ()})["rows"]
@@ -543,7 +551,7 @@ def _times(result: Result, data: str) -> dict[str, list[str]]:
     }
 
 
-@table("rules-question", "rules")
+@table("rules-question", "rules", provenance=False)
 def rules_question(result: Result) -> Any:
     """What a question that saw nothing of the documents costs."""
     run, times = result["runs"]["documents, nq_oracle"], _times(result, "nq_oracle")
@@ -559,7 +567,8 @@ def rules_question(result: Result) -> Any:
         over = format_estimate(row["right_over_reference"], 100, sign=True)
         lines.append([title, right, over, *times[program]])
     head = "program | right | over the question in the header, points | first token, prefix mode over this"
-    return f"{head} | tokens computed for a question", lines
+    note = _rules_note(result, "documents, nq_oracle", "first tokens, nq_oracle")
+    return f"{head} | tokens computed for a question", lines, note
 
 
 @table("rules-documents", "rules", provenance=False)
@@ -587,18 +596,19 @@ def rules_judges(result: Result) -> Any:
     return f"{head} | tokens computed | n", lines
 
 
-@table("rules-workflows", "rules")
+@table("rules-workflows", "rules", provenance=False)
 def rules_workflows(result: Result) -> Any:
     """What the forms of workflows score in both modes."""
     lines = []
-    for workflow, run, row in _rules(result, "workflows"):
-        title = f"{TITLES[workflow]}, n = {run['n']}" if row is run["rows"][0] else ""
+    for name, run, row in _rules(result, "workflows"):
+        workflow, *model = name.split(", ")
+        title = ", ".join([TITLES[workflow], *model, f"n = {run['n']}"]) if row is run["rows"][0] else ""
         score = next(key for key in row if key not in ("program", "over_prefix_mode", "over_first_form", "computed"))
         gaps = [format_estimate(row[key], 100, sign=True) for key in ("over_prefix_mode", "over_first_form")]
         cells = [f"{format_estimate(row[score], 100)} ({score})", *gaps, f"{row['computed']['value']:.0f}"]
         lines.append([title, row["program"].replace("_", " "), *cells])
     head = "workflow | form | score % | over its prefix mode, points | over the first form, choreographed"
-    return f"{head} | tokens computed", lines
+    return f"{head} | tokens computed", lines, _rules_note(result, "workflows")
 
 
 @table("quoting", "serve", provenance=False)
