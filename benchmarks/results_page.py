@@ -596,6 +596,9 @@ def rules_judges(result: Result) -> Any:
     return f"{head} | tokens computed | n", lines
 
 
+PREFIX_MODE = ", prefix mode"  # ends the names of forms that run in it
+
+
 @table("rules-workflows", "rules", provenance=False)
 def rules_workflows(result: Result) -> Any:
     """What the forms of workflows score in both modes."""
@@ -604,7 +607,12 @@ def rules_workflows(result: Result) -> Any:
         workflow, *model = name.split(", ")
         title = ", ".join([TITLES[workflow], *model, f"n = {run['n']}"]) if row is run["rows"][0] else ""
         score = next(key for key in row if key not in ("program", "over_prefix_mode", "over_first_form", "computed"))
-        gaps = [format_estimate(row[key], 100, sign=True) for key in ("over_prefix_mode", "over_first_form")]
+        first = run["rows"][0]["program"]
+        bases = {
+            "over_prefix_mode": row["program"].endswith(PREFIX_MODE),
+            "over_first_form": f"{row['program']}{PREFIX_MODE}" == first,
+        }
+        gaps = ["-" if is_base else format_estimate(row[key], 100, sign=True) for key, is_base in bases.items()]
         cells = [f"{format_estimate(row[score], 100)} ({score})", *gaps, f"{row['computed']['value']:.0f}"]
         lines.append([title, row["program"].replace("_", " "), *cells])
     head = "workflow | form | score % | over its prefix mode, points | over the first form, choreographed"
