@@ -510,6 +510,57 @@ def repair_answers(result: Result) -> Any:
     return head, lines, f"`benchmarks/repair.py --answers`, {format_provenance(result['answers'].values())}."
 
 
+DATA_TITLES = {"nq_oracle": "Natural Questions", "hotpotqa": "HotpotQA"}
+
+
+def _align_runs(result: Result, *, is_retrieval: bool) -> Iterator[tuple[str, Result]]:
+    """Yield the title and the run of every measurement of retrieval, or of workflows."""
+    for name, run in result["runs"].items():
+        model, _, part = name.partition(": ")
+        if part != "cost" and is_retrieval == (part in DATA_TITLES):
+            title = DATA_TITLES.get(part) or repair_benchmark.TITLES[part]
+            n = run["rows"][0]["n"] if is_retrieval else run["examples"]
+            temperature, scale = (f"{run['alignment'][key]:.3g}" for key in ("temperature", "scale"))
+            yield f"{title}, {model_title(model)}, {temperature} and {scale}; n = {n}", run
+
+
+@table("align", "align", provenance=False)
+def align(result: Result) -> Any:
+    """What questions over documents answer with aligned attention."""
+    lines, runs = [], dict(_align_runs(result, is_retrieval=True))
+    for title, run in runs.items():
+        for row in run["rows"]:
+            over = ["-" if row["condition"] == "reuse" else format_estimate(row["f1 over reuse"], 100, sign=True)]
+            divergence = [
+                format_estimate(row["kl"], places=3),
+                format_estimate(row["kl over reuse"], places=3, sign=True),
+            ]
+            if row["condition"] in ("prefix", "reuse"):
+                divergence = ["-", "-"] if row["condition"] == "prefix" else [divergence[0], "-"]
+            right = f"{row['right']['value'] * row['n']:.0f}"
+            first = title if row is run["rows"][0] else ""
+            lines.append([first, row["condition"], right, format_estimate(row["f1"], 100), *over, *divergence])
+    head = "Questions, model, temperature and scale | Condition | right | F1 | over reuse, points | KL | over reuse"
+    return head, lines, f"`benchmarks/align.py`, {format_provenance(runs.values())}."
+
+
+@table("align-workflows", "align", provenance=False)
+def align_workflows(result: Result) -> Any:
+    """Divergence with aligned attention, of stages where reuse diverges by 0.005 nats or more."""
+    lines, runs = [], dict(_align_runs(result, is_retrieval=False))
+    for title, run in runs.items():
+        reuse = {row["stage"]: row["kl"]["value"] for row in run["rows"] if row["condition"] == "reuse"}
+        for stage in [stage for stage, kl in reuse.items() if kl >= 0.005]:
+            rows = [row for row in run["rows"] if row["stage"] == stage and row["condition"] != "prefix"]
+            rows.sort(key=lambda row: row["condition"] != "reuse")
+            for row in rows:
+                over = "-" if row is rows[0] else format_estimate(row["kl_over_reuse"], places=3, sign=True)
+                lines.append([title, stage, row["condition"], format_estimate(row["kl"], places=3), over])
+                title = stage = ""
+    head = "Workflow, model, temperature and scale | Stage | Condition | KL | over reuse"
+    return head, lines, f"`benchmarks/align.py`, {format_provenance(runs.values())}."
+
+
 @table("budget", "budget")
 def budget(result: Result) -> Any:
     """Divergence within the budget and the speed that is kept, of every stage."""
@@ -574,9 +625,9 @@ def rules_question(result: Result) -> Any:
 @table("rules-documents", "rules", provenance=False)
 def rules_documents(result: Result) -> Any:
     """What programs answer that differ in one rule."""
-    lines, titles = [], {"nq_oracle": "Natural Questions", "hotpotqa": "HotpotQA"}
+    lines = []
     for data, run, row in _rules(result, "documents"):
-        title = f"{titles[data]}, n = {run['n']}" if row is run["rows"][0] else ""
+        title = f"{DATA_TITLES[data]}, n = {run['n']}" if row is run["rows"][0] else ""
         over = format_estimate(row["f1_over_reference"], 100, sign=True)
         times = _times(result, data).get(row["program"], ["", ""])
         lines.append([title, row["program"], *estimates(row, ("right", "f1"), 100), over, *times])
