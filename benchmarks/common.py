@@ -24,6 +24,7 @@ from choreograph.models.loader import DEFAULT_MODEL, default_dtype
 RESULTS = Path(os.environ.get("CHOREOGRAPH_RESULTS", Path(__file__).parent / "results"))
 SIMULATED = "no model, virtual clock"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+MODEL_TITLES = {"qwen2.5-coder-0.5b-instruct-q4_k_m": "Qwen 0.5B"}  # what tables call a model, by the name of its file
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,12 @@ def engine(*, tokens: int = 16384, dtype: str = "bfloat16", **options: object) -
     """dtype: bfloat16, as the peers compute, or another where they do."""
     config = EngineConfig(cache=CacheConfig(capacity=tokens), **options)  # type: ignore[arg-type]
     return Engine.from_pretrained(dtype=dtype, config=config)
+
+
+def model_title(model: str) -> str:
+    """Return what tables call a model, by its name or that of its file."""
+    name = Path(model).name.removesuffix(".gguf")
+    return MODEL_TITLES.get(name, name)
 
 
 def has_fast_bfloat16() -> bool:
