@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.attention.cpp_backend import cpu_flags
 from choreograph.console import print_table
 from choreograph.models.loader import DEFAULT_MODEL, default_dtype
 
@@ -113,6 +114,11 @@ def model_title(model: str) -> str:
 def has_fast_bfloat16() -> bool:
     """Whether this processor is: models load in it then, and training computes in it."""
     return default_dtype(torch.device("cpu")) == torch.bfloat16
+
+
+def result_of_processor(name: str) -> str:
+    """Return the name of the result file for this kind of processor: `name`, `name`_amx or `name`_avx2."""
+    return f"{name}_amx" if "amx_bf16" in cpu_flags() else name if has_fast_bfloat16() else f"{name}_avx2"
 
 
 def eager_dtype() -> str:
