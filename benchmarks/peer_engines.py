@@ -153,11 +153,18 @@ class VLLM:
 
     Args:
         connector: the value of `--kv-transfer-config`; it is imported from this checkout.
+        model: a .gguf file; None: the bundled model.
     """
 
     FOLDER = ROOT / ".venv-vllm"
 
-    def __init__(self, threads: int, dtype: str, connector: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        threads: int,
+        dtype: str,
+        connector: Mapping[str, Any] | None = None,
+        model: str | Path | None = None,
+    ) -> None:
         subprocess.run(
             [str(ROOT / ".ci" / "vllm_environment.sh"), "--python", sys.executable, "--venv", str(self.FOLDER)],
             check=True,
@@ -180,7 +187,7 @@ class VLLM:
         self._pipe, there = multiprocessing.Pipe()
         script = Path(__file__).with_name("peer_vllm.py")
         command = [str(self.FOLDER / "bin" / "python"), str(script), str(there.fileno())]
-        command += [str(convert_gguf(bundled_gguf())), dtype, json.dumps(connector)]
+        command += [str(convert_gguf(Path(model or bundled_gguf()))), dtype, json.dumps(connector)]
         with there, self._log.open("w") as log:
             self._child = subprocess.Popen(
                 command, env=environment | options, stdout=log, stderr=log, pass_fds=[there.fileno()]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -136,3 +137,54 @@ def repair_curves(stages: Mapping[str, Mapping[str, Sequence[Point]]], path: Pat
         for panel in axes[-1]:
             panel.set_xlabel("TTFT, prefix mode over this")
         axes[0][0].legend(fontsize=7)
+
+
+class Curve(NamedTuple):
+    """Sides of a benchmark that differ in one number, from the fastest on."""
+
+    label: str
+    points: Sequence[tuple[float, ErrorBar]]  # seconds to the first token, quality with its interval
+    notes: Sequence[str] = ()  # beside the points
+    color: str = "#444444"
+    labeled: int = -1  # number of the point that has the label, above or below its interval
+    is_below: bool = False
+
+
+def quality_over_time(
+    panels: Mapping[str, Sequence[Curve]], path: Path, *, level: float, margin: float, xlabel: str, ylabel: str
+) -> None:
+    """Plot quality over the time to first token, a panel for each engine.
+
+    Args:
+        level: quality without reuse; dotted.
+        margin: quality that may be lost; a band below and above the level.
+    """
+    with saved_figure(path, 8.4, 3.7, ncols=len(panels), sharex=True, sharey=True, squeeze=False) as axes:
+        for panel, (title, curves) in zip(axes[0], panels.items(), strict=True):
+            panel.axhspan(level - margin, level + margin, color="#59a14f", alpha=0.14, linewidth=0)
+            panel.axhline(level, color="#777777", linewidth=0.8, linestyle=":")
+            for curve in curves:
+                xs, ys = [x for x, _ in curve.points], [bar[0] for _, bar in curve.points]
+                spread = [[bar[0] - bar[1] for _, bar in curve.points], [bar[2] - bar[0] for _, bar in curve.points]]
+                look = {"marker": "o", "markersize": 5, "linewidth": 1.3, "color": curve.color}
+                panel.errorbar(xs, ys, yerr=spread, elinewidth=0.8, capsize=2, **look)
+                for (x, bar), note in zip(curve.points, curve.notes, strict=False):
+                    offset = {"xytext": (5, 2), "textcoords": "offset points"}
+                    panel.annotate(note, (x, bar[0]), **offset, fontsize=7, color=curve.color)
+                x, bar = curve.points[curve.labeled]
+                place = {"xytext": (0, -4 if curve.is_below else 4), "textcoords": "offset points", "ha": "center"}
+                place |= {"va": "top" if curve.is_below else "bottom", "color": curve.color, "fontsize": 8.5}
+                place["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
+                panel.annotate(curve.label, (x, bar[1 + (not curve.is_below)]), **place)
+            panel.set_xscale("log")
+            panel.margins(x=0.14, y=0.1)
+            panel.set_title(title, fontsize=10, loc="left")
+            panel.set_xlabel(xlabel)
+        ticks = [tick for tick in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if _is_within(tick, axes[0][0].get_xlim())]
+        axes[0][0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes[0][0].minorticks_off()
+        axes[0][0].set_ylabel(ylabel)
+
+
+def _is_within(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]

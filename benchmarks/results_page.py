@@ -9,6 +9,7 @@ from choreograph.lab.evaluation.report import format_estimate, format_p_value, f
 
 from . import repair as repair_benchmark
 from . import results_papers, results_reuse  # noqa: F401  they register their tables
+from . import retrieval as retrieval_benchmark
 from . import vllm as vllm_benchmark
 from .common import model_title
 from .ray_scale import TRANSFERS, routers_of
@@ -34,7 +35,7 @@ PAGES = (
     SUMMARY_PAGE,
     *(
         SUMMARY_PAGE.with_name(f"{name}.md")
-        for name in ("scale", "explain", "vllm", "repair", "quality", "server", "concepts")
+        for name in ("benchmarks", "scale", "explain", "vllm", "repair", "quality", "server", "concepts")
     ),
     *(DETAILS / f"{name}.md" for name in DETAIL_NAMES),
 )
@@ -797,6 +798,63 @@ def ray_routing(result: Result) -> Any:
     shares = markdown("Workload | of the best other router | of the best of at most 10% imbalance", ratios)
     note = f"Computed tokens of message routing:\n\n{shares}\n\n{provenance_note('ray_routing')}"
     return ["Workload", "Router", *ROUTING_COLUMNS], lines, note
+
+
+@table("retrieval", "retrieval", provenance=False)
+def retrieval(result: Result) -> Any:
+    """F1, first tokens and whole answers of every side, with both numbers of passages."""
+    times, lines, notes = {(row["measure"], row["peer"]): row for row in result["rows"]}, [], []
+    for key, part in result["quality"].items():
+        title, data = key.rsplit(", ", 1)
+        rows = {row["side"]: row for row in part["rows"]}
+        for side in retrieval_benchmark.SIDES if data == "all sets" else ():
+            # both prefix caches answer as no reuse does
+            row = rows.get(retrieval_benchmark.NO_REUSE if side in retrieval_benchmark.EXACT else side)
+            first, answer = f"{title}: first token, {side}", f"{title}: answer, {side}"
+            if row is None or (side == retrieval_benchmark.PLAIN and (first, None) not in times):
+                continue
+            cells = [f"{format_estimate(row['f1'], 100)}", format_estimate(row["f1 over no reuse"], 100, sign=True)]
+            cells += [format_estimate(row["exact"], 100), format_estimate(row["right"], 100)]
+            cells += [f"{100 * row['same']['value']:.0f}", f"{row['computed']['value']:.0f}", str(row["n"])]
+            if side in retrieval_benchmark.EXACT:
+                cells[5] = ""
+            ratios = [times.get((first, peer)) for peer in (retrieval_benchmark.PLAIN, retrieval_benchmark.PREFIX)]
+            ratios.append(times.get((answer, retrieval_benchmark.PLAIN)))
+            cells.append(f"{times[first, None]['value']:.0f}" if (first, None) in times else "")
+            cells += [f"{format_estimate(ratio, places=2)}x" if ratio else "" for ratio in ratios]
+            lines.append([_shown(title) if side == retrieval_benchmark.NO_REUSE else "", side, *cells])
+        notes += [_frontier(title, rows, times)] if data == "all sets" else []
+    head = "model | side | F1 | over no reuse, points | exact match % | right % | same answer % | tokens computed | n"
+    times_head = "first token, ms | vLLM over this | prefix mode over this | answer of 16 tokens, vLLM over this"
+    parts = [*result["quality"].values(), *(row["made"] for row in result["rows"])]
+    notes.append(f"`benchmarks/retrieval.py`, {format_provenance(parts)}.")
+    return f"{head} | {times_head}", lines, "\n\n".join(notes)
+
+
+def _shown(title: str) -> str:
+    return title.replace("qwen2.5-coder-0.5b-instruct-q4_k_m", "Qwen 0.5B")
+
+
+def _frontier(title: str, rows: Mapping[str, Result], times: Mapping[tuple[str, str | None], Result]) -> str:
+    """Return which sides are within one point of F1 of no reuse, and how early the first of them answers."""
+    over = {side: row["f1 over no reuse"] for side, row in rows.items() if side != retrieval_benchmark.NO_REUSE}
+    surely = [side for side, gap in over.items() if gap["low"] >= -0.01]
+    maybe = [side for side, gap in over.items() if gap["value"] >= -0.01 and side not in surely]
+    listed = (", ".join(f"`{side}`" for side in sides) or "none" for sides in (surely, maybe))
+    text = "{}: within one point of F1 of no reuse by the interval: {}; by the estimate alone: {}.".format(
+        _shown(title), *listed
+    )
+    timed = [side for side in surely or maybe if (f"{title}: first token, {side}", None) in times]
+    if not timed:
+        return text
+    first = min(timed, key=lambda side: times[f"{title}: first token, {side}", None]["value"])
+    peers = {retrieval_benchmark.PLAIN: "vLLM's prefix cache", retrieval_benchmark.PREFIX: "prefix mode"}
+    ratios = [
+        f"{format_estimate(times[f'{title}: first token, {first}', peer], places=2)} times as early as {name}"
+        for peer, name in peers.items()
+        if (f"{title}: first token, {first}", peer) in times
+    ]
+    return f"{text} The earliest of these, `{first}`, answers {' and '.join(ratios)}."
 
 
 @table("vllm", "vllm")
