@@ -60,9 +60,18 @@ def right_cell(program: str) -> str:
     return f"{row['right']['value'] * run['n']:.0f} of {run['n']}"
 
 
+def answers_cell(key: str, side: str) -> str:
+    """Return the F1 of a side of `retrieval` over that of no reuse."""
+    run = record("retrieval")["quality"][key]
+    rows = {row["side"]: row for row in run["rows"]}
+    change = format_row(rows[side]["f1 over no reuse"], 100, sign=True)
+    return f"{change} points of an F1 of {format_row(rows['no reuse']['f1'], 100)}, n = {run['n']}"
+
+
 SUMMARY_CELLS = {
     **CELLS,
     "against": against_cell,
+    "answers": answers_cell,
     "change": change_cell,
     "cut": cut_cell,
     "machine": machine_cell,
