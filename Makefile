@@ -1,4 +1,4 @@
-# make setup | demo | serve | test | test-all | test-isa | test-vllm | check | style | docs | bench NAME=... [ARGS=...]
+# make setup | demo | serve | test | test-all | test-isa | test-vllm | check | style | docs | release-check | bench NAME=... [ARGS=...]
 # Everything runs inside .venv, test-vllm inside .venv-vllm.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup demo serve test test-isa test-vllm test-all test-slow check style format docs bench wheel clean
+.PHONY: setup demo serve test test-isa test-vllm test-all test-slow check style format docs bench wheel release-check clean
 
 setup: $(READY)
 
@@ -83,6 +83,10 @@ docs: $(DOCS_READY)
 
 wheel: $(READY)
 	$(BIN)/python -m build --wheel
+
+# Wheel and source distribution, each extra in a fresh environment: an hour or more. ARGS="plain cli" tries these alone.
+release-check: $(READY)
+	$(BIN)/python .ci/release_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out

@@ -42,7 +42,7 @@ from choreograph.request.request import Request
 
 from .common import interleaved, last_result, merge_results, provenance, write
 from .quality import PLANS, examples_of
-from .repair import losses, run, show, show_median, summarize
+from .repair import losses, median_of, run, show, summarize
 
 DATASETS = ("nq_oracle", "hotpotqa")
 RUNS = ("math-tree_of_thoughts", "math-mad_par", "math-mad_iter")
@@ -350,7 +350,7 @@ def main() -> None:
 
     if given.cost:
         costs = measure_cost(engine, alignment, given.rounds)
-        rows = [[measure, show_median(ratios)] for measure, ratios in costs]
+        rows = [[measure, show(median_of(ratios), ".2f")] for measure, ratios in costs]
         print_table(Console(width=100), "aligned over reuse", ["time", "median ratio"], rows)
         keep("cost", [{"measure": m, "median": statistics.median(r), "ratios": r} for m, r in costs])
         return

@@ -31,7 +31,7 @@ from choreograph.lab.workflows.run import WorkflowRun, call_workflow
 from choreograph.outputs import Mode
 
 from .common import engine as make_engine
-from .common import merge_results, provenance, write
+from .common import merge_results, model_title, provenance, write
 from .quality import PLANS, Plan, examples_of
 from .repair import COMPUTING, RUNS, average, losses, run, show
 
@@ -68,7 +68,7 @@ def main() -> None:
     if given.model is None:
         engine, name = make_engine(tokens=40_000, dtype=given.dtype), "bundled"
     else:
-        engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), Path(given.model).stem
+        engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), model_title(given.model)
     sampling = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=given.max_tokens)
     all_records: list[dict[str, Any]] = []
     for plan_name in given.only:

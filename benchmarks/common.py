@@ -18,12 +18,14 @@ import torch
 from rich.console import Console
 
 from choreograph import CacheConfig, Engine, EngineConfig, SamplingParams
+from choreograph.attention.cpp_backend import cpu_flags
 from choreograph.console import print_table
 from choreograph.models.loader import DEFAULT_MODEL, default_dtype
 
 RESULTS = Path(os.environ.get("CHOREOGRAPH_RESULTS", Path(__file__).parent / "results"))
 SIMULATED = "no model, virtual clock"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+MODEL_TITLES = {"qwen2.5-coder-0.5b-instruct-q4_k_m": "Qwen 0.5B"}  # what tables call a model, by the name of its file
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,20 @@ def engine(*, tokens: int = 16384, dtype: str = "bfloat16", **options: object) -
     return Engine.from_pretrained(dtype=dtype, config=config)
 
 
+def model_title(model: str) -> str:
+    """Return what tables call a model, by its name or that of its file."""
+    name = Path(model).name.removesuffix(".gguf")
+    return MODEL_TITLES.get(name, name)
+
+
 def has_fast_bfloat16() -> bool:
     """Whether this processor is: models load in it then, and training computes in it."""
     return default_dtype(torch.device("cpu")) == torch.bfloat16
+
+
+def result_of_processor(name: str) -> str:
+    """Return the name of the result file for this kind of processor: `name`, `name`_amx or `name`_avx2."""
+    return f"{name}_amx" if "amx_bf16" in cpu_flags() else name if has_fast_bfloat16() else f"{name}_avx2"
 
 
 def eager_dtype() -> str:

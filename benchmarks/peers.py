@@ -16,19 +16,18 @@ from statistics import fmean, median
 import torch
 
 from choreograph import Engine
-from choreograph.attention.cpp_backend import cpu_flags
 
 from .common import (
     Row,
     eager_dtype,
     engine,
     greedy,
-    has_fast_bfloat16,
     interleaved,
     last_result,
     median_row,
     random_tokens,
     ratio_row,
+    result_of_processor,
     row_from_record,
     save,
     seconds,
@@ -48,7 +47,7 @@ PREFILLS = {  # name -> (tokens, prompts)
     "prefill of 16 prompts of 512": (512, 16),
 }
 OURS, OURS_INT4 = "choreograph", "choreograph int4"  # what ratios are of
-RESULT = "peers_amx" if "amx_bf16" in cpu_flags() else "peers" if has_fast_bfloat16() else "peers_avx2"
+RESULT = result_of_processor("peers")
 PARTS = ("decode", "prefill", "programs")
 # measured with one request only: with AVX2 it is faster than float32 there, and several times slower otherwise
 VLLM_BFLOAT16 = "vLLM bfloat16"

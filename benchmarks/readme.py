@@ -1,14 +1,18 @@
 """Write the measured tables of README.md and docs/benchmarks.md from the JSON results.
 
-Which rows they show, and under what words, is in `templates/summary.csv` and `templates/benchmarks.csv`.
+Which rows they show, and under what words, is in `templates/readme.md` and `templates/benchmarks.csv`. Cells of the first with two
+numbers are time to first token / end to end.
 """
 
 import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from .ages import age_note
 from .common import result_file
-from .tables import TEMPLATES, markdown, record
+from .gpu.lines import TITLES
+from .results_papers import cut_cell
+from .tables import CELLS, TEMPLATES, by_measure, fill_template, format_row, look_up, markdown, record, without_interval
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -25,16 +29,60 @@ def _shown(name: str) -> Iterator[tuple[dict[str, str], dict[str, object], Mappi
                 yield shown, result, {(row["measure"], row["peer"] or ""): row for row in result["rows"]}
 
 
+def over_cell(benchmark: str, above: str, below: str) -> str:
+    """Return the ratio of two times of one run. Its interval spans the extremes of theirs, since pairs are not kept."""
+    rows = by_measure(record(benchmark))
+    top, bottom = rows[above], rows[below]
+    spans = {"low": top["low"] / bottom["high"], "high": top["high"] / bottom["low"]}
+    return format_row({"value": top["value"] / bottom["value"], **spans}, places=2) + "x"
+
+
+def against_cell(benchmark: str, peer: str, measure: str) -> str:
+    """Return the ratio of a measure to that of a peer."""
+    row = next(row for row in record(benchmark)["rows"] if (row["measure"], row["peer"]) == (measure, peer))
+    return format_row(row, places=2) + "x"
+
+
+def machine_cell(benchmark: str, measure: str) -> str:
+    """Return the hardware that a row was measured on."""
+    return by_measure(record(benchmark))[measure]["made"]["hardware"]
+
+
+def change_cell(path: str) -> str:
+    """Return a difference in points, with its sign."""
+    return format_row(look_up(path), 100, sign=True)
+
+
+def right_cell(program: str) -> str:
+    """Return how many questions over passages a program of `rules` answers right."""
+    run = record("rules")["runs"]["documents, nq_oracle"]
+    row = next(row for row in run["rows"] if row["program"] == program)
+    return f"{row['right']['value'] * run['n']:.0f} of {run['n']}"
+
+
+def answers_cell(key: str, side: str) -> str:
+    """Return the F1 of a side of `retrieval` over that of no reuse."""
+    run = record("retrieval")["quality"][key]
+    rows = {row["side"]: row for row in run["rows"]}
+    change = format_row(rows[side]["f1 over no reuse"], 100, sign=True)
+    return f"{change} points of an F1 of {format_row(rows['no reuse']['f1'], 100)}, n = {run['n']}"
+
+
+SUMMARY_CELLS = {
+    **CELLS,
+    "against": against_cell,
+    "answers": answers_cell,
+    "change": change_cell,
+    "cut": cut_cell,
+    "machine": machine_cell,
+    "over": over_cell,
+    "right": right_cell,
+}
+
+
 def summary() -> str:
     """Return the short table of the README in Markdown."""
-    lines = []
-    for shown, _, rows in _shown("summary"):
-        sides = [rows[shown[side], ""] if shown[side] else None for side in ("ours", "theirs")]
-        absolute = ["" if side is None else f"{side['value']:,.4g} {side['unit']}" for side in sides]
-        ratio = rows[shown["ratio"], shown["peer"]]
-        span = f"{ratio['value']:.2f}x ({ratio['low']:.2f}, {ratio['high']:.2f})"
-        lines.append([shown["what"], *absolute, span, ratio["made"]["hardware"]])
-    return markdown("What | Ours | Peer | Ratio (95%) | Machine", lines, rule="---")
+    return fill_template("readme", SUMMARY_CELLS)
 
 
 def table() -> str:
@@ -43,8 +91,10 @@ def table() -> str:
     for shown, result, rows in _shown("benchmarks"):
         row = rows.get((shown["measure"], shown["peer"]))
         if row is not None and row["unit"] in RATIOS:
-            ratio = f"{row['value']:.2f} ({row['low']:.2f}, {row['high']:.2f})"
-            machine = f"{row['made']['hardware']}, torch {result['torch']}"
+            few = shown["benchmark"] == "gpu" and row["measure"].startswith(tuple(TITLES.values()))  # two or three runs
+            ratio = format_row(without_interval(row) if few else row, places=2)
+            age = age_note(shown["benchmark"], [row["made"]])
+            machine = f"{row['made']['hardware']}, torch {result['torch']}{age and f'; {age}'}"
             lines.append([shown["what"], ratio, machine, f"`{shown['benchmark'].removesuffix('_avx2')}`"])
     return markdown("What | Ratio (95%) | Machine | `make bench NAME=`", lines, rule="---")
 

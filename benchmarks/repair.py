@@ -46,7 +46,16 @@ from choreograph.lab.workflows.tree_of_thoughts import VOTE
 from choreograph.outputs import Mode
 from choreograph.viz import Point
 
-from .common import FIGURES, interval, keep_supporting, last_result, merge_results, provenance, write
+from .common import (
+    FIGURES,
+    interval,
+    keep_supporting,
+    last_result,
+    merge_results,
+    model_title,
+    provenance,
+    write,
+)
 from .common import engine as make_engine
 from .plots import repair_curves
 from .quality import PLANS, examples_of
@@ -455,7 +464,7 @@ def main() -> None:
     if given.model is None:
         engine, name = make_engine(tokens=40_000, dtype=given.dtype), "bundled"
     else:
-        engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), Path(given.model).stem
+        engine, name = Engine.from_pretrained(given.model, dtype=given.dtype), model_title(given.model)
     conditions: dict[str, Repair | None] = {"prefix": None, "reuse": None}
     conditions |= {
         f"{kind} {share:g}": Repair(share, STRATEGIES[kind]) for share in given.shares for kind in given.strategies

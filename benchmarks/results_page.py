@@ -11,9 +11,20 @@ from . import repair as repair_benchmark
 from . import results_papers, results_reuse  # noqa: F401  they register their tables
 from . import retrieval as retrieval_benchmark
 from . import vllm as vllm_benchmark
+from .common import model_title
 from .ray_scale import TRANSFERS, routers_of
 from .ray_workloads import WORKLOADS
-from .tables import by_measure, estimates, fill_tables, format_provenance, markdown, provenance_note, record, table
+from .tables import (
+    by_measure,
+    estimates,
+    fill_tables,
+    format_provenance,
+    format_row,
+    markdown,
+    provenance_note,
+    record,
+    table,
+)
 
 Result = Mapping[str, Any]  # of a benchmark, as its JSON file holds it
 
@@ -322,7 +333,7 @@ def prompt_cache_longbench(result: Result) -> Any:
             continue
         sizes = values(task, "{} tokens", ("cached", "new"), ",.0f")
         places = ("on the device", "in host memory")
-        ratios = estimates(rows, (f"{task}: first token, whole against modules {place}" for place in places))
+        ratios = [format_row(rows[f"{task}: first token, whole against modules {place}"]) for place in places]
         firsts = values(task, "first token, {}", ("device", "host", "whole"), ",.0f")
         later = values(task, "each later token, {}", ("device", "whole"), ".0f")
         ends = values(task, "end to end, {}", ("device", "whole"), ",.0f")
@@ -335,10 +346,13 @@ def prompt_cache_longbench(result: Result) -> Any:
 def prompt_cache_quality(result: Result) -> Any:
     lines = []
     for label, data in result["tables"].items():
-        gap = format_estimate(data["difference"], 100, sign=True)
-        facts = [f"{100 * data['same']:.0f}", f"{data['documents']:.0f}", str(data["n"]), str(data["too_long"])]
-        lines.append([label, data["measure"], *estimates(data, ("whole", "modules"), 100), gap, *facts])
-    return "data | score | read whole | from modules | difference | same answer % | modules | n | too long", lines
+        gap = format_row(data["difference"], 100, sign=True)
+        facts = [f"{100 * data['same']:.0f}", f"{data['documents']:.0f}", str(data["n"])]
+        facts += [str(data["too_long"]), f"{data['longest']:,}"]
+        scores = [format_row(data[side], 100) for side in ("whole", "modules")]
+        lines.append([label, data["measure"], *scores, gap, *facts])
+    head = "data | score | read whole | from modules | difference | same answer % | modules | n | too long"
+    return f"{head} | above so many words", lines
 
 
 @table("memory", "memory", provenance=False)
@@ -429,7 +443,7 @@ def kvflow_policies(result: Result) -> Any:
     cells: dict[str, dict[str, str]] = {}
     for r in result["rows"]:
         title, _, way = r["measure"].partition(": ")
-        cells.setdefault(title, {})[way] = format_estimate(r, 100)
+        cells.setdefault(title, {})[way] = f"{100 * r['value']:.1f}"  # simulated: an interval would say nothing
     lines = []
     for title, shares in cells.items():
         near = result["closeness"][title.rpartition(", ")[0]]
@@ -510,6 +524,57 @@ def repair_answers(result: Result) -> Any:
     return head, lines, f"`benchmarks/repair.py --answers`, {format_provenance(result['answers'].values())}."
 
 
+DATA_TITLES = {"nq_oracle": "Natural Questions", "hotpotqa": "HotpotQA"}
+
+
+def _align_runs(result: Result, *, is_retrieval: bool) -> Iterator[tuple[str, Result]]:
+    """Yield the title and the run of every measurement of retrieval, or of workflows."""
+    for name, run in result["runs"].items():
+        model, _, part = name.partition(": ")
+        if part != "cost" and is_retrieval == (part in DATA_TITLES):
+            title = DATA_TITLES.get(part) or repair_benchmark.TITLES[part]
+            n = run["rows"][0]["n"] if is_retrieval else run["examples"]
+            temperature, scale = (f"{run['alignment'][key]:.3g}" for key in ("temperature", "scale"))
+            yield f"{title}, {model_title(model)}, {temperature} and {scale}; n = {n}", run
+
+
+@table("align", "align", provenance=False)
+def align(result: Result) -> Any:
+    """What questions over documents answer with aligned attention."""
+    lines, runs = [], dict(_align_runs(result, is_retrieval=True))
+    for title, run in runs.items():
+        for row in run["rows"]:
+            over = ["-" if row["condition"] == "reuse" else format_estimate(row["f1 over reuse"], 100, sign=True)]
+            divergence = [
+                format_estimate(row["kl"], places=3),
+                format_estimate(row["kl over reuse"], places=3, sign=True),
+            ]
+            if row["condition"] in ("prefix", "reuse"):
+                divergence = ["-", "-"] if row["condition"] == "prefix" else [divergence[0], "-"]
+            right = f"{row['right']['value'] * row['n']:.0f}"
+            first = title if row is run["rows"][0] else ""
+            lines.append([first, row["condition"], right, format_estimate(row["f1"], 100), *over, *divergence])
+    head = "Questions, model, temperature and scale | Condition | right | F1 | over reuse, points | KL | over reuse"
+    return head, lines, f"`benchmarks/align.py`, {format_provenance(runs.values())}."
+
+
+@table("align-workflows", "align", provenance=False)
+def align_workflows(result: Result) -> Any:
+    """Divergence with aligned attention, of stages where reuse diverges by 0.005 nats or more."""
+    lines, runs = [], dict(_align_runs(result, is_retrieval=False))
+    for title, run in runs.items():
+        reuse = {row["stage"]: row["kl"]["value"] for row in run["rows"] if row["condition"] == "reuse"}
+        for stage in [stage for stage, kl in reuse.items() if kl >= 0.005]:
+            rows = [row for row in run["rows"] if row["stage"] == stage and row["condition"] != "prefix"]
+            rows.sort(key=lambda row: row["condition"] != "reuse")
+            for row in rows:
+                over = "-" if row is rows[0] else format_estimate(row["kl_over_reuse"], places=3, sign=True)
+                lines.append([title, stage, row["condition"], format_estimate(row["kl"], places=3), over])
+                title = stage = ""
+    head = "Workflow, model, temperature and scale | Stage | Condition | KL | over reuse"
+    return head, lines, f"`benchmarks/align.py`, {format_provenance(runs.values())}."
+
+
 @table("budget", "budget")
 def budget(result: Result) -> Any:
     """Divergence within the budget and the speed that is kept, of every stage."""
@@ -535,6 +600,13 @@ def _rules(result: Result, part: str) -> Iterator[tuple[str, Result, Result]]:
             yield from ((name.removeprefix(part).removeprefix(", "), run, row) for row in run["rows"])
 
 
+def _rules_note(result: Result, *parts: str) -> str:
+    """Return where the runs come from whose names start with one of the parts, and their models."""
+    runs = [run for name, run in result["runs"].items() if name.startswith(parts)]
+    models = ", ".join(dict.fromkeys(model_title(run["model"]) for run in runs))
+    return f"`benchmarks/rules.py`, {format_provenance(runs)}; {models}."
+
+
 def _times(result: Result, data: str) -> dict[str, list[str]]:
     """Return the cells of first tokens and computed tokens by program."""
     rows = result["runs"].get(f"first tokens, {data}", {"rows": ()})["rows"]
@@ -544,7 +616,7 @@ def _times(result: Result, data: str) -> dict[str, list[str]]:
     }
 
 
-@table("rules-question", "rules")
+@table("rules-question", "rules", provenance=False)
 def rules_question(result: Result) -> Any:
     """What a question that saw nothing of the documents costs."""
     run, times = result["runs"]["documents, nq_oracle"], _times(result, "nq_oracle")
@@ -560,15 +632,16 @@ def rules_question(result: Result) -> Any:
         over = format_estimate(row["right_over_reference"], 100, sign=True)
         lines.append([title, right, over, *times[program]])
     head = "program | right | over the question in the header, points | first token, prefix mode over this"
-    return f"{head} | tokens computed for a question", lines
+    note = _rules_note(result, "documents, nq_oracle", "first tokens, nq_oracle")
+    return f"{head} | tokens computed for a question", lines, note
 
 
 @table("rules-documents", "rules", provenance=False)
 def rules_documents(result: Result) -> Any:
     """What programs answer that differ in one rule."""
-    lines, titles = [], {"nq_oracle": "Natural Questions", "hotpotqa": "HotpotQA"}
+    lines = []
     for data, run, row in _rules(result, "documents"):
-        title = f"{titles[data]}, n = {run['n']}" if row is run["rows"][0] else ""
+        title = f"{DATA_TITLES[data]}, n = {run['n']}" if row is run["rows"][0] else ""
         over = format_estimate(row["f1_over_reference"], 100, sign=True)
         times = _times(result, data).get(row["program"], ["", ""])
         lines.append([title, row["program"], *estimates(row, ("right", "f1"), 100), over, *times])
@@ -588,18 +661,27 @@ def rules_judges(result: Result) -> Any:
     return f"{head} | tokens computed | n", lines
 
 
-@table("rules-workflows", "rules")
+PREFIX_MODE = ", prefix mode"  # ends the names of forms that run in it
+
+
+@table("rules-workflows", "rules", provenance=False)
 def rules_workflows(result: Result) -> Any:
     """What the forms of workflows score in both modes."""
     lines = []
-    for workflow, run, row in _rules(result, "workflows"):
-        title = f"{TITLES[workflow]}, n = {run['n']}" if row is run["rows"][0] else ""
+    for name, run, row in _rules(result, "workflows"):
+        workflow, *model = name.split(", ")
+        title = ", ".join([TITLES[workflow], *model, f"n = {run['n']}"]) if row is run["rows"][0] else ""
         score = next(key for key in row if key not in ("program", "over_prefix_mode", "over_first_form", "computed"))
-        gaps = [format_estimate(row[key], 100, sign=True) for key in ("over_prefix_mode", "over_first_form")]
+        first = run["rows"][0]["program"]
+        bases = {
+            "over_prefix_mode": row["program"].endswith(PREFIX_MODE),
+            "over_first_form": f"{row['program']}{PREFIX_MODE}" == first,
+        }
+        gaps = ["-" if is_base else format_estimate(row[key], 100, sign=True) for key, is_base in bases.items()]
         cells = [f"{format_estimate(row[score], 100)} ({score})", *gaps, f"{row['computed']['value']:.0f}"]
         lines.append([title, row["program"].replace("_", " "), *cells])
     head = "workflow | form | score % | over its prefix mode, points | over the first form, choreographed"
-    return f"{head} | tokens computed", lines
+    return f"{head} | tokens computed", lines, _rules_note(result, "workflows")
 
 
 @table("quoting", "serve", provenance=False)

@@ -98,10 +98,15 @@ def stream(reuse: Result) -> Any:
         for way, points in result["rates"].items() if result else ():
             cells = [f"{1e3 * one['ttft']:,.0f} / {1e3 * one['e2e']:,.0f}" for one in points]
             most = points[0]["rate"] / RATE_FACTORS[0]
-            (low, high), (least, last) = (_knee(result, one) for one in (way, "recompute"))
-            later = "1" if way == "recompute" else _between(low / last if last else 0.0, high and high / least)
-            lines.append([title, way, f"{most:.2f}", *cells, _between(low, high), later])
+            later = "1" if way == "recompute" else knee_ratio(result, way)
+            lines.append([title, way, f"{most:.2f}", *cells, _between(*_knee(result, way)), later])
     return ["pair, model", "way", "full prefills, 1/s", *(f"{f}x" for f in RATE_FACTORS), "knee, 1/s", "later"], lines
+
+
+def knee_ratio(stream: Mapping[str, Any], way: str) -> str:
+    """Return the range of the rate at the knee of a way over that of full prefills."""
+    (low, high), (least, last) = (_knee(stream, one) for one in (way, "recompute"))
+    return _between(low / last if last else 0.0, high and high / least)
 
 
 def _knee(result: Mapping[str, Any], strategy: str) -> tuple[float, float | None]:

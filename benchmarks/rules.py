@@ -39,7 +39,7 @@ from choreograph.lab.workflows import Condition, find
 from choreograph.lab.workflows.parsing import first_choice
 from choreograph.outputs import Mode
 
-from .common import interval, merge_results, provenance, write
+from .common import interval, merge_results, model_title, provenance, write
 from .quality import Plan, examples_of
 
 DATA = ("nq_oracle", "hotpotqa")
@@ -392,8 +392,9 @@ def main() -> None:
         ]
         save("judges", name, len(groups), measure_judges(engine, groups))
     for workflow in given.workflows if "workflows" in given.only else ():
-        rows = measure_forms(engine, workflow, given.data, given.limit, given.out)
-        save(f"workflows, {workflow}", name, rows[0]["computed"]["n"], rows)
+        rows = measure_forms(engine, workflow, given.data, given.limit, given.out / name)
+        parts = ["workflows", workflow, *([model_title(given.model)] if given.model else [])]
+        save(", ".join(parts), name, rows[0]["computed"]["n"], rows)
 
 
 if __name__ == "__main__":

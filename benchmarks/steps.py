@@ -2,7 +2,8 @@
 
 A step of few tokens reads every weight once, so the time of copying as many bytes in memory is the measure of decode steps.
 `--against FOLDER` compares with the engine of another checkout, `--options` being those of its `EngineConfig` in JSON. Each
-engine is a process of its own; they take turns, and a copy is measured behind each turn.
+engine is a process of its own; they take turns, and a copy is measured behind each turn. Results are saved as `steps`, with AMX
+as `steps_amx`, with AVX2 as `steps_avx2`.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .common import last_result, median_row, ratio_row, row_from_record, save
+from .common import last_result, median_row, ratio_row, result_of_processor, row_from_record, save
 
 CASES = {  # name -> (tokens of a prompt, number of prompts, decodes of each; 0: time the prefill)
     "decode of 1 behind 512": (512, 1, 1),
@@ -24,6 +25,7 @@ CASES = {  # name -> (tokens of a prompt, number of prompts, decodes of each; 0:
     "prefill of 16 prompts of 512": (512, 16, 0),
 }
 COPY_LIMITS = {"decode of 1 behind 512": 1.15, "decode of 8 over one context of 512": 1.4}  # of the time of a copy
+RESULT = result_of_processor("steps")
 AGAINST_LIMITS = {name: 1.1 if decodes else 1.05 for name, (_, _, decodes) in CASES.items()}
 
 WORKER = """
@@ -104,7 +106,7 @@ def main() -> None:
     workers = [Worker(Path(__file__).parents[1], {})]
     if given.against:
         workers.append(Worker(given.against, given.options))
-    kept = last_result("steps").get("rows", [])
+    kept = last_result(RESULT).get("rows", [])
     rows = [row_from_record(row) for row in kept if not row["measure"].startswith(tuple(given.only))]
     for name, case in CASES.items():
         if name not in given.only:
@@ -141,7 +143,7 @@ def main() -> None:
             )
     for worker in workers:
         worker.close()
-    save("steps", rows, options={"against": given.options if given.against else None, "rounds": given.rounds})
+    save(RESULT, rows, options={"against": given.options if given.against else None, "rounds": given.rounds})
 
 
 if __name__ == "__main__":

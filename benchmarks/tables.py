@@ -12,7 +12,8 @@ from typing import Any
 
 from choreograph.lab.evaluation.report import format_estimate
 
-from .common import RESULTS
+from .ages import age_note
+from .common import RESULTS, SIMULATED
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -35,6 +36,18 @@ def by_measure(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def estimates(source: Mapping[str, Any], keys: Iterable[str], scale: float = 1, places: int = 1) -> list[str]:
     """Return several estimates of one object as cells."""
     return [format_estimate(source[key], scale, places=places) for key in keys]
+
+
+def format_row(row: Mapping[str, Any], scale: float = 1, *, places: int = 1, sign: bool = False) -> str:
+    """Return an estimate, without an interval that says nothing: of one or two samples, or without width."""
+    if row.get("n", 3) <= 2 or row["low"] == row["high"]:
+        return f"{row['value'] * scale:{'+' if sign else ''}.{places}f}"
+    return format_estimate(row, scale, places=places, sign=sign)
+
+
+def without_interval(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an estimate whose interval would be false, as that of a simulation."""
+    return {**row, "low": row["value"], "high": row["value"]}
 
 
 def markdown(head: str | Iterable[str], lines: Lines, *, rule: str = " --- ") -> str:
@@ -62,7 +75,8 @@ def provenance_note(name: str) -> str:
     runs = result.get("runs", {})
     parts = [row["made"] for row in result["rows"]] or list(result.get("summaries", runs).values()) or [result]
     models = dict.fromkeys(run["model"] for run in runs.values() if "model" in run) or [result["model"]]
-    return f"`benchmarks/{name}.py`, {format_provenance(parts)}; {', '.join(models)}."
+    age = age_note(name, parts)
+    return f"`benchmarks/{name}.py`, {format_provenance(parts)}; {', '.join(models)}{age and f'; {age}'}."
 
 
 def table(name: str, benchmark: str, *, provenance: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -117,7 +131,7 @@ def look_up(path: str) -> Any:
 
 def estimate_cell(path: str, scale: str = "1", places: str = "1", sign: str = "") -> str:
     """Return an estimate with its interval; "sign": also with a plus."""
-    return format_estimate(look_up(path), float(scale), places=int(places), sign=bool(sign))
+    return format_row(look_up(path), float(scale), places=int(places), sign=bool(sign))
 
 
 def number_cell(path: str, form: str = "") -> str:
@@ -126,12 +140,30 @@ def number_cell(path: str, form: str = "") -> str:
 
 
 def ratio_cell(benchmark: str, places: str, *measures: str) -> str:
-    """Return the ratios of some rows of a benchmark."""
-    rows = by_measure(record(benchmark))
-    return " / ".join(format_estimate(rows[measure], places=int(places)) + "x" for measure in measures)
+    """Return the ratios of some rows of a benchmark; those of a simulation have no interval."""
+    result = record(benchmark)
+    rows, exact = by_measure(result), result["model"] == SIMULATED
+    shown = (without_interval(rows[measure]) if exact else rows[measure] for measure in measures)
+    return " / ".join(format_row(row, places=int(places)) + "x" for row in shown)
 
 
-CELLS: dict[str, Callable[..., str]] = {"estimate": estimate_cell, "number": number_cell, "ratio": ratio_cell}
+def age_cell(benchmark: str, *keys: str) -> str:
+    """Return "; measured before ..." if a row, or a part of a run, is older than the code that it measures."""
+    if len(keys) == 1:
+        made, part = by_measure(record(benchmark))[keys[0]]["made"], None
+    else:
+        run, part = keys
+        made = record(benchmark)["runs"][run][part]
+    note = age_note(benchmark, [made], part)
+    return note and f"; {note}"
+
+
+CELLS: dict[str, Callable[..., str]] = {
+    "age": age_cell,
+    "estimate": estimate_cell,
+    "number": number_cell,
+    "ratio": ratio_cell,
+}
 
 
 def fill_template(name: str, cells: Mapping[str, Callable[..., str]]) -> str:

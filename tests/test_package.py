@@ -1,11 +1,13 @@
 """The public surface is pinned, and what the documents show is what runs."""
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from jaxtyping import TypeCheckError
 
 import choreograph
@@ -48,6 +50,18 @@ def test_an_installed_package_has_all_files():
     package = ROOT / "choreograph"
     files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert files == {path for pattern in patterns for path in package.glob(pattern)}
+
+
+def test_the_version_is_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    releases = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert choreograph.__version__ == project["version"] == releases[0] == citation["version"]
+
+
+def test_each_extra_is_tried_before_a_release():
+    names = runpy.run_path(str(ROOT / ".ci" / "release_check.py"))
+    assert set(names["SMOKE_TESTS"]) == set(names["NAMES"])
 
 
 @pytest.mark.parametrize(

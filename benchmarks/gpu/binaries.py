@@ -101,7 +101,7 @@ def compile_merge(head_shape: HeadShape, dtype: str, arch: int, *, has_sinks: bo
     given = {"HEADS": head_shape.num_q_heads, "D": head_shape.head_dim, "D_PAD": wide, "SINKS": has_sinks}
     given["ALIGNED"] = False
     types = dict.fromkeys(("partial_out", "lse", "alignments"), "*fp32")
-    types |= dict.fromkeys(("merge_order", "merge_indptr", "twins"), "*i32")
+    types |= dict.fromkeys(("merge_order", "merge_indptr", "aligned_rows"), "*i32")
     types |= {"sinks": f"*{dtype if has_sinks else 'fp32'}", "out": f"*{dtype}"} | dict.fromkeys(given, "constexpr")
     return _binary(kernels.merge, types, given, {"num_warps": 4}, arch)
 

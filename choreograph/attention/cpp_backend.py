@@ -63,7 +63,7 @@ class _CMetadata(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("slots", "positions", "segments", "readers", "cos", "sin", "slopes")),
-        *((name, _POINTER) for name in ("twin_of", "temperatures", "log_scales")),
+        *((name, _POINTER) for name in ("token_of", "temperatures", "log_scales")),
         *((name, _LONG) for name in ("tokens", "rows", "heads", "groups", "segment_count", "reader_count")),
         *((name, _LONG) for name in ("half", "interleaved", "threads", "window")),
         ("softcap", ctypes.c_float),
@@ -131,8 +131,8 @@ class CppBackend:
             raise TypeError(
                 f"the kernel is built for head dimensions and types of the batch and cache {self._expected}, not {actual}"
             )
-        twins = call.metadata.with_twins()
-        num_rows = num_tokens if twins is None else twins.metadata.num_tokens
+        aligned = call.metadata.with_aligned_rows()
+        num_rows = num_tokens if aligned is None else aligned.metadata.num_tokens
         out = torch.empty(num_rows, num_heads, head_dim, dtype=query.dtype)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
@@ -153,8 +153,8 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
 
     Returns the address of the struct and the objects that must live as long as the struct.
     """
-    spec, rope, twins = call.spec, call.spec.rope, call.metadata.with_twins()
-    metadata = call.metadata if twins is None else twins.metadata
+    spec, rope, aligned = call.spec, call.spec.rope, call.metadata.with_aligned_rows()
+    metadata = call.metadata if aligned is None else aligned.metadata
     cos, sin = metadata.rope_tables(rope)
     slopes = None if spec.alibi_slopes is None else np.array(spec.alibi_slopes, dtype=np.float32)
     struct = _CMetadata(
@@ -165,9 +165,9 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
         cos=cos.ctypes.data,
         sin=sin.ctypes.data,
         slopes=None if slopes is None else slopes.ctypes.data,
-        twin_of=None if twins is None else twins.twin_of.ctypes.data,
-        temperatures=None if twins is None else twins.temperatures.ctypes.data,
-        log_scales=None if twins is None else twins.log_scales.ctypes.data,
+        token_of=None if aligned is None else aligned.token_of.ctypes.data,
+        temperatures=None if aligned is None else aligned.temperatures.ctypes.data,
+        log_scales=None if aligned is None else aligned.log_scales.ctypes.data,
         tokens=call.metadata.num_tokens,
         rows=metadata.num_tokens,
         heads=len(call.query),
@@ -180,7 +180,7 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
         window=spec.sliding_window or 0,
         softcap=spec.logit_softcap or 0.0,
     )
-    result = ctypes.addressof(struct), (struct, slopes, spec, twins)
+    result = ctypes.addressof(struct), (struct, slopes, spec, aligned)
     call.metadata.cache[f"native {id(spec)}"] = result
     return result
 

@@ -13,8 +13,8 @@
 
 namespace {
 
-// Rows beyond `tokens` are twins (`AlignedTwins`): they have the query of another row. lse: (rows, heads), base 2.
-struct Twins { const int32_t* of; const float *temperatures, *log_scales; float* lse; };
+// Rows beyond `tokens` are aligned (`AlignedRows`): they have the query of another row. lse: (rows, heads), base 2.
+struct AlignedRows { const int32_t* token_of; const float *temperatures, *log_scales; float* lse; };
 
 // window: 0 for none. cap: 0 for none. slopes, sinks: one per head, or null.
 struct Shape {
@@ -24,7 +24,7 @@ struct Shape {
   const int64_t* positions;
   const float *slopes, *sinks;
   int tokens;
-  Twins twins;
+  AlignedRows aligned;
 };
 struct Rotation { const float *cos, *sin; int half, interleaved; };
 struct Reader { int32_t row0, row1, shift, limit, step, position; };
@@ -288,9 +288,10 @@ struct Kernel {
                    float* acc, float* top, float* norm) {
     int nq = (b1 - b0) * s.share, heads = g1 - g0, all = heads * nq, prepared = -1;
     for (int m = 0; m < all; m++) {
-      int row = b0 + m % nq / s.share, twin = row - s.tokens;
-      const Q* x = q + (twin < 0 ? row : s.twins.of[twin]) * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
-      float factor = (DOTS<T> ? 1 : s.scale) / (twin < 0 ? 1 : s.twins.temperatures[twin]);
+      int row = b0 + m % nq / s.share, extra = row - s.tokens;
+      int token = extra < 0 ? row : s.aligned.token_of[extra];
+      const Q* x = q + token * q_row + ((g0 + m / nq) * s.share + m % s.share) * q_head;
+      float factor = (DOTS<T> ? 1 : s.scale) / (extra < 0 ? 1 : s.aligned.temperatures[extra]);
       for (int d = 0; d < D; d++) from_float(to_float(x[d]) * factor, w.query[(int64_t)m * D + d]);
     }
     std::fill(acc, acc + (int64_t)all * D, 0.0f);
@@ -693,17 +694,17 @@ struct Kernel {
         merge_rows(s, &acc[at * D], &top[at], &norm[at], stripes, all, g, b0, b1, out);
       }
 #pragma omp for schedule(static)
-      for (int twin = 0; twin < s.rows - s.tokens; twin++)
-        for (int h = 0; h < s.heads; h++) merge_twin(s, twin, h, out);
+      for (int extra = 0; extra < s.rows - s.tokens; extra++)
+        for (int h = 0; h < s.heads; h++) merge_aligned(s, extra, h, out);
     }
   }
 
-  // Adds what a twin attends to to its row's result.
-  static void merge_twin(const Shape& s, int twin, int h, Q* out) {
-    int64_t at = (int64_t)s.twins.of[twin] * s.heads + h, from = (int64_t)(s.tokens + twin) * s.heads + h;
-    float own = s.twins.lse[at], other = s.twins.lse[from];
+  // Adds what an aligned row attends to to the result of its token.
+  static void merge_aligned(const Shape& s, int extra, int h, Q* out) {
+    int64_t at = (int64_t)s.aligned.token_of[extra] * s.heads + h, from = (int64_t)(s.tokens + extra) * s.heads + h;
+    float own = s.aligned.lse[at], other = s.aligned.lse[from];
     if (other == -INFINITY) return;
-    other = other * s.twins.temperatures[twin] + s.twins.log_scales[twin] * BASE2;
+    other = other * s.aligned.temperatures[extra] + s.aligned.log_scales[extra] * BASE2;
     float best = std::max(own, other), keep = exp2_fast(own - best), add = exp2_fast(other - best);
     float inverse = 1.0f / (keep + add);
     for (int d = 0; d < D; d++)
@@ -717,7 +718,7 @@ struct Kernel {
       int row = b0 + m / s.share, head = g * s.share + m % s.share;
       int64_t at = (int64_t)row * s.heads + head;
       merge(acc, top, norm, stripes, nq, m, s.sinks && row < s.tokens ? s.sinks + head : nullptr, out + at * D,
-            s.twins.lse ? s.twins.lse + at : nullptr);
+            s.aligned.lse ? s.aligned.lse + at : nullptr);
     }
   }
 
@@ -761,7 +762,7 @@ struct PlanView {
   const int64_t *slots, *positions;
   const int32_t *segments, *readers;
   const float *cos, *sin, *slopes;
-  const int32_t* twin_of;
+  const int32_t* token_of;
   const float *temperatures, *log_scales;
   int64_t tokens, rows, heads, groups, segment_count, reader_count, half, interleaved, threads, window;
   float softcap;
@@ -778,9 +779,9 @@ extern "C" void choreograph_attend(
   using Attention = Kernel<std::conditional_t<std::is_same_v<STORED, int8_t>, Decoded, STORED>, STORED, ELEMENT, WIDTH>;
   constexpr int ROW = Attention::ROW;
   Shape s{rows, heads, groups, heads / groups, groups * ROW, scale * BASE2, p->softcap * BASE2, (int)p->window,
-          p->positions, p->slopes, sinks, (int)p->tokens, {p->twin_of, p->temperatures, p->log_scales, nullptr}};
+          p->positions, p->slopes, sinks, (int)p->tokens, {p->token_of, p->temperatures, p->log_scales, nullptr}};
   Lines<float> lse((rows - p->tokens > 0 ? (int64_t)rows : 0) * heads);
-  if (rows > p->tokens) s.twins.lse = lse.data();
+  if (rows > p->tokens) s.aligned.lse = lse.data();
   Rotation rotation{p->cos, p->sin, (int)p->half, (int)p->interleaved};
   write<WIDTH, ROW>(k, k_row, k_head, s, p->slots, keys, p->threads);
   write<WIDTH, ROW>(v, v_row, v_head, s, p->slots, values, p->threads);

@@ -74,15 +74,15 @@ class KVRead(NamedTuple):
     alignment: Alignment | None = None  # one for all reads of a query token that have any
 
 
-class AlignedTwins(NamedTuple):
-    """Metadata of a batch in which the reads with an alignment have query tokens of their own.
+class AlignedRows(NamedTuple):
+    """Metadata of a batch in which the reads with an alignment have query rows of their own.
 
-    These twins follow the N tokens of the batch. Backends compute both parts of a token, with their log-sum-exps, and
-    merge them as `Alignment` says. The keys and values of twins are not written.
+    These rows follow those of the N tokens of the batch. Backends compute both parts of a token, with their
+    log-sum-exps, and merge them as `Alignment` says. Keys and values are written for the N tokens alone.
     """
 
-    metadata: "AttentionMetadata"  # of N + A query tokens
-    twin_of: np.ndarray  # (A,) int32: query token of each twin, ascending
+    metadata: "AttentionMetadata"  # of N + A rows
+    token_of: np.ndarray  # (A,) int32: query token of each row, ascending
     temperatures: np.ndarray  # (A,) float32
     log_scales: np.ndarray  # (A,) float32, natural logarithms
 
@@ -149,33 +149,33 @@ class AttentionMetadata:
         index = 0 if self.alignment_of is None else self.alignment_of[read]
         return self.alignments[index - 1] if index else None
 
-    def with_twins(self) -> AlignedTwins | None:
+    def with_aligned_rows(self) -> AlignedRows | None:
         """Return the batch with aligned reads apart; None without alignments."""
         if self.alignment_of is None:
             return None
-        if "twins" not in self.cache:
+        if "aligned rows" not in self.cache:
             is_aligned = self.alignment_of > 0
             ranges, ids = self.reads[is_aligned, :2], self.alignment_of[is_aligned] - 1
             alignment_of_token = np.full(self.num_tokens, -1)
             for (start, end), index in zip(ranges, ids, strict=True):
                 alignment_of_token[start:end] = index
-            twin_of = np.flatnonzero(alignment_of_token >= 0)
-            reads = self.reads.copy()  # the tokens of a read are adjacent, and so are their twins
-            first_twins = self.num_tokens + np.searchsorted(twin_of, ranges[:, 0])
-            reads[is_aligned, 1] = first_twins + ranges[:, 1] - ranges[:, 0]
-            reads[is_aligned, 0] = first_twins
+            token_of = np.flatnonzero(alignment_of_token >= 0)
+            reads = self.reads.copy()  # the tokens of a read are adjacent, and so are their aligned rows
+            first_rows = self.num_tokens + np.searchsorted(token_of, ranges[:, 0])
+            reads[is_aligned, 1] = first_rows + ranges[:, 1] - ranges[:, 0]
+            reads[is_aligned, 0] = first_rows
             runs = np.searchsorted(self.kv_runs[:, 2], np.arange(len(reads)), side="right")
             numbers = np.array([(a.temperature, np.log(a.scale)) for a in self.alignments], dtype=np.float32)
-            temperatures, log_scales = np.ascontiguousarray(numbers[alignment_of_token[twin_of]].T)
+            temperatures, log_scales = np.ascontiguousarray(numbers[alignment_of_token[token_of]].T)
             metadata = AttentionMetadata(
-                slots=np.append(self.slots, np.zeros(len(twin_of), dtype=np.int64)),
-                positions=np.append(self.positions, self.positions[twin_of]),
+                slots=np.append(self.slots, np.zeros(len(token_of), dtype=np.int64)),
+                positions=np.append(self.positions, self.positions[token_of]),
                 kv_runs=self.kv_runs,
                 reads=np.ascontiguousarray(reads[np.lexsort((reads[:, 0], runs))]),  # of each run, in order of tokens
                 shifts=self.shifts,
             )
-            self.cache["twins"] = AlignedTwins(metadata, twin_of.astype(np.int32), temperatures, log_scales)
-        return cast(AlignedTwins, self.cache["twins"])
+            self.cache["aligned rows"] = AlignedRows(metadata, token_of.astype(np.int32), temperatures, log_scales)
+        return cast(AlignedRows, self.cache["aligned rows"])
 
     def rope_tables(self, rope: Rope | None) -> tuple[np.ndarray, np.ndarray]:
         """Return cos and sin of every shift, (len(shifts), half_dim) float32 each.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .int8_rows import to_float
-from .metadata import AlignedTwins, AttentionCall, AttentionMetadata, AttentionSpec
+from .metadata import AlignedRows, AttentionCall, AttentionMetadata, AttentionSpec
 from .rope import rotate
 
 MAX_FOLDED_TOKENS = 8  # query tokens up to which the heads of a group are cheaper as extra rows than as a batch
@@ -35,8 +35,8 @@ class _RowGroup(NamedTuple):
 
 def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     """Compute attention like `reference.attend`, in query dtype with float32 accumulation."""
-    if (twins := call.metadata.with_twins()) is not None:
-        return _attend_with_twins(call, twins)
+    if (aligned := call.metadata.with_aligned_rows()) is not None:
+        return _attend_with_aligned_rows(call, aligned)
     query, spec, sinks = call.query, call.spec, call.sinks
     num_kv_heads, group_size = call.keys.shape[1], len(query) // call.keys.shape[1]
     needs_mask = sinks is not None or spec.logit_softcap is not None
@@ -64,15 +64,17 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     return out.transpose(0, 1)
 
 
-def _attend_with_twins(call: AttentionCall, twins: AlignedTwins) -> Float[Tensor, "N H D"]:
+def _attend_with_aligned_rows(call: AttentionCall, aligned: AlignedRows) -> Float[Tensor, "N H D"]:
     """Compute aligned attention in float32, with materialized scores."""
     num_tokens, device, num_kv_heads = call.metadata.num_tokens, call.query.device, call.keys.shape[1]
-    twin_of = torch.from_numpy(twins.twin_of).long().to(device)
-    temperatures, log_scales = (torch.from_numpy(x).to(device)[:, None] for x in (twins.temperatures, twins.log_scales))
-    query = torch.cat([call.query.float(), call.query[:, twin_of].float() / temperatures], dim=1)
+    token_of = torch.from_numpy(aligned.token_of).long().to(device)
+    temperatures, log_scales = (
+        torch.from_numpy(x).to(device)[:, None] for x in (aligned.temperatures, aligned.log_scales)
+    )
+    query = torch.cat([call.query.float(), call.query[:, token_of].float() / temperatures], dim=1)
     out = torch.zeros(query.shape[1], len(query), query.shape[2], device=device)
     lse = torch.full(out.shape[:2], float("-inf"), device=device)
-    for group in _row_groups(twins.metadata, call.spec, query, num_kv_heads, True):
+    for group in _row_groups(aligned.metadata, call.spec, query, num_kv_heads, True):
         assert group.mask is not None, "a mask was asked for"
         q = query[:, group.rows].unflatten(0, (num_kv_heads, -1))  # G H/G n D
         k, v = _keys_values(call, group)
@@ -80,12 +82,12 @@ def _attend_with_twins(call: AttentionCall, twins: AlignedTwins) -> Float[Tensor
         out[group.rows] = (score.softmax(-1).nan_to_num(0.0) @ v.float()).flatten(0, 1).transpose(0, 1)
         lse[group.rows] = score.logsumexp(-1).flatten(0, 1).T
     logits = torch.stack([lse[:num_tokens], torch.full_like(lse[:num_tokens], float("-inf"))])
-    logits[1, twin_of] = lse[num_tokens:] * temperatures + log_scales
+    logits[1, token_of] = lse[num_tokens:] * temperatures + log_scales
     if call.sinks is not None:
         logits = torch.cat([logits, call.sinks.float().expand_as(logits[:1])])
     weights = logits.softmax(0).nan_to_num(0.0)[:, :, :, None]
     result = weights[0] * out[:num_tokens]
-    result[twin_of] += weights[1, twin_of] * out[num_tokens:]
+    result[token_of] += weights[1, token_of] * out[num_tokens:]
     return result.to(call.query.dtype)
 
 

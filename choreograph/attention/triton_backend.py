@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import triton_kernels as kernels
 from .int8_rows import SCALE_BYTES, StoredRows
-from .metadata import AlignedTwins, AttentionCall, AttentionSpec, HeadShape
+from .metadata import AlignedRows, AttentionCall, AttentionSpec, HeadShape
 from .triton_partition import TileMetadata, partition
 
 MAX_ROTATED_Q_BYTES = 1 << 28  # maximum bytes of rotated queries in global memory; above, they are kept in registers
@@ -36,14 +36,14 @@ class DeviceTiles(NamedTuple):
     alibi_slopes: Tensor  # (H,) float32, or (1,) zeros without ALiBi
     max_tile_rows: int  # maximum query tokens of a work item
     single_split: bool  # every query token has exactly one partial result
-    twins: "DeviceTwins | None" = None  # None without alignments
+    aligned: "DeviceAlignedRows | None" = None  # None without alignments
 
 
-class DeviceTwins(NamedTuple):
-    """`AlignedTwins` on a device."""
+class DeviceAlignedRows(NamedTuple):
+    """`AlignedRows` on a device."""
 
     temperatures: Tensor  # (R,) float32 of every partial result
-    twin: Tensor  # (N,) int32: row of a query token's twin, or -1
+    row_of: Tensor  # (N,) int32: aligned row of a query token, or -1
     alignments: Tensor  # (N, 2) float32: temperature, and base-2 logarithm of the scale
 
 
@@ -54,30 +54,30 @@ def attend(call: AttentionCall) -> Float[Tensor, "N H D"]:
     max_tile_rows = tile_rows(heads, metadata.num_tokens, call.query.element_size())
     key = f"triton {id(spec)} {max_tile_rows} {heads.num_kv_heads} {device}"
     if key not in metadata.cache:
-        twins = metadata.with_twins()
-        tiles = partition(metadata if twins is None else twins.metadata, spec, max_tile_rows, heads.num_kv_heads)
-        device_twins = None
-        if twins is not None:
-            tiles, arrays = _resolve_twins(tiles, twins, metadata.num_tokens)
-            device_twins = DeviceTwins._make(torch.from_numpy(array).to(device) for array in arrays)
+        aligned = metadata.with_aligned_rows()
+        tiles = partition(metadata if aligned is None else aligned.metadata, spec, max_tile_rows, heads.num_kv_heads)
+        device_rows = None
+        if aligned is not None:
+            tiles, arrays = _resolve_aligned_rows(tiles, aligned, metadata.num_tokens)
+            device_rows = DeviceAlignedRows._make(torch.from_numpy(array).to(device) for array in arrays)
         tables = [*metadata.rope_tables(spec.rope), alibi_slopes_array(spec)]
         tensors = [*_copy_to_device(list(tiles.device_arrays), device), *_copy_to_device(tables, device)]
-        metadata.cache[key] = DeviceTiles._make([*tensors, max_tile_rows, tiles.single_split, device_twins])
+        metadata.cache[key] = DeviceTiles._make([*tensors, max_tile_rows, tiles.single_split, device_rows])
     device_tiles = cast(DeviceTiles, metadata.cache[key])
     return run(device_tiles, call.query, call.keys, call.values, call.scale, spec, call.sinks)
 
 
-def _resolve_twins(
-    tiles: TileMetadata, twins: AlignedTwins, num_tokens: int
+def _resolve_aligned_rows(
+    tiles: TileMetadata, aligned: AlignedRows, num_tokens: int
 ) -> tuple[TileMetadata, tuple[np.ndarray, ...]]:
-    """Give twins the query of their token; return the arrays of `DeviceTwins` too."""
-    temperatures = np.append(np.ones(num_tokens, dtype=np.float32), twins.temperatures)[tiles.rows[:, 0]]
+    """Give aligned rows the query of their token; return the arrays of `DeviceAlignedRows` too."""
+    temperatures = np.append(np.ones(num_tokens, dtype=np.float32), aligned.temperatures)[tiles.rows[:, 0]]
     rows = tiles.rows.copy()
-    rows[:, 0] = np.append(np.arange(num_tokens), twins.twin_of)[rows[:, 0]]
-    twin, alignments = np.full(num_tokens, -1, dtype=np.int32), np.ones((num_tokens, 2), dtype=np.float32)
-    twin[twins.twin_of] = num_tokens + np.arange(len(twins.twin_of))
-    alignments[twins.twin_of] = np.stack([twins.temperatures, twins.log_scales * kernels.LOG2E.value], axis=1)
-    return tiles._replace(rows=rows), (temperatures, twin, alignments)
+    rows[:, 0] = np.append(np.arange(num_tokens), aligned.token_of)[rows[:, 0]]
+    row_of, alignments = np.full(num_tokens, -1, dtype=np.int32), np.ones((num_tokens, 2), dtype=np.float32)
+    row_of[aligned.token_of] = num_tokens + np.arange(len(aligned.token_of))
+    alignments[aligned.token_of] = np.stack([aligned.temperatures, aligned.log_scales * kernels.LOG2E.value], axis=1)
+    return tiles._replace(rows=rows), (temperatures, row_of, alignments)
 
 
 def write(
@@ -175,8 +175,8 @@ def run(
     """Launch the attention kernel and, if needed, the merge kernel, without synchronizing."""
     num_tokens, device, is_int8 = query.shape[1], keys.device, keys.dtype == torch.int8
     heads = HeadShape(query.shape[0], keys.shape[1], query.shape[2])
-    twins = tiles.twins
-    is_final = tiles.single_split and sinks is None and twins is None
+    aligned = tiles.aligned
+    is_final = tiles.single_split and sinks is None and aligned is None
     num_partials = 0 if is_final else len(tiles.rows)
     out = torch.empty(num_tokens, heads.num_q_heads, heads.head_dim, dtype=query.dtype, device=device)
     partial_out = out if is_final else torch.empty(num_partials, *out.shape[1:], dtype=torch.float32, device=device)
@@ -192,24 +192,24 @@ def run(
         kernels.attend[(num_programs,)](
             *(query, keys, values, *(_scales(keys, values) if is_int8 else (keys, values))),
             *(tiles.work_items, tiles.kv_chunks, tiles.row_params, tiles.rows),
-            tiles.cos if twins is None else twins.temperatures,
+            tiles.cos if aligned is None else aligned.temperatures,
             *(tiles.cos, tiles.sin, tiles.alibi_slopes, partial_out, lse, rotated_q),
             *(query.stride(0), query.stride(1), keys.stride(0), scale),
             *((spec.logit_softcap or 1.0) * kernels.LOG2E.value, spec.sliding_window or 0),
             **config,
             INT8=is_int8,
-            ALIGNED=twins is not None,
+            ALIGNED=aligned is not None,
         )
     if not is_final:
         kernels.merge[num_tokens, heads.num_q_heads](
             *(partial_out, lse, tiles.merge_order, tiles.merge_indptr, lse if sinks is None else sinks),
-            *((tiles.rows, lse) if twins is None else (twins.twin, twins.alignments)),
+            *((tiles.rows, lse) if aligned is None else (aligned.row_of, aligned.alignments)),
             out,
             HEADS=heads.num_q_heads,
             D=heads.head_dim,
             D_PAD=_pad_size(heads.head_dim),
             SINKS=sinks is not None,
-            ALIGNED=twins is not None,
+            ALIGNED=aligned is not None,
         )
     return out
 

@@ -77,8 +77,8 @@ def attend(
     *_PAD sizes are powers of two. PAIR_STRIDE and PAIR_OFFSET locate the two elements of a rotated pair.
     SINGLE_SPLIT: the output is final, not a partial result. Q_VIA_GMEM: rotated queries are written to
     `rotated_q` once per chunk; otherwise they are multiplied from registers, where large tiles spill.
-    INT8: keys and values are encoded, and the scales are float32 views of them. ALIGNED: some rows are of twins
-    (`AlignedTwins`), and `temperatures` divides the scores of every row.
+    INT8: keys and values are encoded, and the scales are float32 views of them. ALIGNED: some rows are aligned
+    (`AlignedRows`), and `temperatures` divides the scores of every row.
     """
     dtype: tl.constexpr = query.dtype.element_ty
     item, kv_head = tl.program_id(0) // (HEADS // GQA), tl.program_id(0) % (HEADS // GQA)
@@ -205,12 +205,12 @@ def attend(
 
 @triton.jit
 def merge(
-    partial_out, lse, merge_order, merge_indptr, sinks, twins, alignments, out,
+    partial_out, lse, merge_order, merge_indptr, sinks, aligned_rows, alignments, out,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Merge partial results of one token and head by base-2 log-sum-exp.
 
-    ALIGNED: a token may have a twin, whose partial results are merged as `Alignment` says.
+    ALIGNED: a token may have an aligned row, whose partial results are merged as `Alignment` says.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, D_PAD)
@@ -219,19 +219,21 @@ def merge(
         m_i, l_i = tl.load(sinks + head).to(tl.float32) * LOG2E, 1.0
     m_i, l_i, acc = _merge_row(partial_out, lse, merge_order, merge_indptr, token, head, m_i, l_i, HEADS, D, D_PAD)
     if ALIGNED:
-        twin = tl.load(twins + token)
-        if twin >= 0:
-            m_twin, l_twin, acc_twin = _merge_row(
-                partial_out, lse, merge_order, merge_indptr, twin, head, float("-inf"), 0.0, HEADS, D, D_PAD
+        row = tl.load(aligned_rows + token)
+        if row >= 0:
+            m_aligned, l_aligned, acc_aligned = _merge_row(
+                partial_out, lse, merge_order, merge_indptr, row, head, float("-inf"), 0.0, HEADS, D, D_PAD
             )
-            has_keys = l_twin > 0
-            l_safe = tl.where(has_keys, l_twin, 1.0)
-            logit = (m_twin + tl.log2(l_safe)) * tl.load(alignments + 2 * token) + tl.load(alignments + 2 * token + 1)
+            has_keys = l_aligned > 0
+            l_safe = tl.where(has_keys, l_aligned, 1.0)
+            logit = (m_aligned + tl.log2(l_safe)) * tl.load(alignments + 2 * token) + tl.load(
+                alignments + 2 * token + 1
+            )
             logit = tl.where(has_keys, logit, float("-inf"))
             m_new = tl.maximum(m_i, logit)
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             alpha, weight = tl.exp2(m_i - m_safe), tl.exp2(logit - m_safe)
-            acc = acc * alpha + acc_twin / l_safe * weight
+            acc = acc * alpha + acc_aligned / l_safe * weight
             l_i = l_i * alpha + weight
     acc = acc / tl.where(l_i > 0, l_i, 1.0)
     tl.store(out + (token * HEADS + head) * D + d, acc.to(out.dtype.element_ty), mask=d < D)

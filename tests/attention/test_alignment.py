@@ -51,8 +51,8 @@ def build(calls) -> AttentionMetadata:
         row, own = row + rows, own + before + rows
     metadata = build_metadata(slots, reads, positions)
     metadata.check()
-    if (twins := metadata.with_twins()) is not None:
-        twins.metadata.check()
+    if (aligned := metadata.with_aligned_rows()) is not None:
+        aligned.metadata.check()
     return metadata
 
 
@@ -167,7 +167,7 @@ def test_a_constant_added_to_all_products_changes_nothing(backend):
 def test_a_decode_stays_aligned_in_the_next_step(num_padding):
     decodes = [(1, [(0, 130, 3, True), (200, 17, -9, False)], 5, Alignment(0.8, 0.5)), (1, [], 3, None)]
     metadata = build(decodes)
-    metadata.with_twins()
+    metadata.with_aligned_rows()
     metadata = metadata.next_step().pad_to(2 + num_padding)
     rows, (keys, values) = tensors(metadata, 4, 2, 16, torch.float32)
     call = AttentionCall(metadata, *rows, keys, values, 0.25, AttentionSpec())

@@ -113,7 +113,7 @@ def test_a_question_that_saw_nothing_is_named_once_with_the_fix(engine, caplog, 
         ask(session, *parents)
         assert len(warnings_of(caplog)) == 1, "once a session"
         first, *_ = message.explain().recommendations
-        assert text.startswith(first) and "14 instead of 6 right" in first
+        assert text.startswith(first) and "35% instead of 15% right" in first
     with engine.session() as session:
         ask(session, *program(session)[0])
         assert len(warnings_of(caplog)) == 2
@@ -232,7 +232,7 @@ def test_other_calls_are_not_warned_of(engine, caplog, program):
         message = program(session)
         assert warnings_of(caplog) == []
         recommendations = message.explain().recommendations
-        assert program is switched_off or not any("14 instead of 6" in text for text in recommendations)
+        assert program is switched_off or not any("35% instead of 15%" in text for text in recommendations)
         ask(session, *alone(session)[0])
         assert len(warnings_of(caplog)) == 1, "the session warns still"
 
@@ -293,7 +293,7 @@ def test_a_message_that_was_measured_to_be_like_prefix_mode_gets_no_advice(engin
     with engine.session(warn_blocked=False) as session:
         message = ask(session, *alone(session)[0])
         explanation = message.explain(measure=True)
-        assert explanation.kl >= SMALL_KL and "14 instead of 6" in explanation.recommendations[0]
+        assert explanation.kl >= SMALL_KL and "35% instead of 15%" in explanation.recommendations[0]
         monkeypatch.setattr("choreograph.features.explain.SMALL_KL", 2 * explanation.kl)
         (text,) = message.explain(measure=True).recommendations
         assert text.endswith("nothing to do")
@@ -324,6 +324,6 @@ def test_workflows_of_the_papers_are_not_warned_of(engine, caplog, name, form):
         suspected = [
             message
             for _, message in run.calls
-            if any("14 instead of 6" in text for text in message.explain().recommendations)
+            if any("35% instead of 15%" in text for text in message.explain().recommendations)
         ]
         assert bool(suspected) == ((name, form) in SHARED), "these turn the warning off"

@@ -106,7 +106,7 @@ class StaticMetadata:
             alibi_slopes=torch.from_numpy(triton.alibi_slopes_array(spec)).to(device),
             max_tile_rows=max_tile_rows,
             single_split=False,
-            twins=None,
+            aligned=None,
         )
 
     def fill(self, tiles: TileMetadata, metadata: AttentionMetadata) -> None:

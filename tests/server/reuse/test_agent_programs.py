@@ -9,7 +9,7 @@ import pytest
 from helpers.live_server import make_engine, serving
 
 ROOT = Path(__file__).parents[3]
-PROGRAMS, PAGE = ROOT / "examples" / "serve", ROOT / "docs" / "server.md"
+PROGRAMS, DOCS = ROOT / "examples" / "serve", ROOT / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,26 @@ def test_agent_program_runs(auto, program, monkeypatch, capsys, request):
     assert found(auto, "computed") > before
 
 
-def test_the_code_of_the_page_runs(live):
+@pytest.mark.parametrize(
+    "page",
+    [
+        "server",
+        pytest.param("from-vllm", marks=pytest.mark.slow),
+        pytest.param("from-langgraph", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("brief")
+def test_the_code_of_the_page_runs(auto, page):
     """All python blocks, on the test's server."""
-    page = PAGE.read_text().replace("http://127.0.0.1:8000", live.url).replace("smollm2-135m-instruct", "tiny")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert page.startswith(f"# Server\n\n```python\n{blocks[0]}```")
-    assert len([line for line in blocks[0].splitlines() if line]) == 3
+    text = (DOCS / f"{page}.md").read_text()
+    text = text.replace("http://127.0.0.1:8000", auto.url).replace("smollm2-135m-instruct", "tiny")
     scope: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), scope)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, page, "exec"), scope)
+
+
+def test_the_page_of_the_server_begins_with_the_first_answer():
+    page = (DOCS / "server.md").read_text()
+    commands, program = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)[:2]
+    assert commands.startswith("pip install 'choreograph[serve]'")
+    assert len([line for line in program.splitlines() if line]) == 3
