@@ -330,23 +330,25 @@ def learn(engine: Engine, folder: Path, sets: Iterable[str], num_passages: int, 
 
 
 def summarize(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one record a side: means, and differences to no reuse on the questions that both answered."""
+    """Return one record a side: means, and differences to no reuse on the questions that both answered.
+
+    Intervals resample pools, since questions that share one read the same passages.
+    """
     rows = []
+    baseline = {record["id"]: record for record in records[NO_REUSE]}
     for name, answered in records.items():
-        baseline = {record["id"]: record for record in records[NO_REUSE]}
+        shared = [record for record in answered if record["id"] in baseline]
         pairs = [
-            pair
-            for record in answered
-            if record["id"] in baseline
-            for pair in zip(record["answers"], baseline[record["id"]]["answers"], strict=True)
+            pair for record in shared for pair in zip(record["answers"], baseline[record["id"]]["answers"], strict=True)
         ]
-        row: dict[str, Any] = {"side": name, "n": len(pairs)}
+        pools = [[record["id"]] for record in shared for _ in record["answers"]]
+        row: dict[str, Any] = {"side": name, "n": len(pairs), "pools": len(shared)}
         for key in ("f1", "exact", "right"):
             values, others = ([side[key] for side in sides] for sides in zip(*pairs, strict=True))
-            row[key] = asdict(mean(values))
-            row[f"{key} over no reuse"] = asdict(difference(values, others))
-        row["same"] = asdict(mean([float(a["text"] == b["text"]) for a, b in pairs]))
-        row["computed"] = asdict(mean([a["computed"] for a, _ in pairs]))
+            row[key] = asdict(mean(values, pools))
+            row[f"{key} over no reuse"] = asdict(difference(values, others, pools))
+        row["same"] = asdict(mean([float(a["text"] == b["text"]) for a, b in pairs], pools))
+        row["computed"] = asdict(mean([a["computed"] for a, _ in pairs], pools))
         rows.append(row)
     return rows
 
@@ -405,7 +407,7 @@ def measure_quality(given: argparse.Namespace) -> None:
                 {"text": text, "computed": computed, **score(question, text)}
                 for question, (text, computed) in zip(pool.questions, values, strict=True)
             ]
-            out.append(name, {"id": identity, "answers": scored})
+            out.append(name, {"id": identity, "made": provenance(), "answers": scored})
         print(f"... {identity}", flush=True)
         keep_quality(out, model)
     if peer is not None:
@@ -420,16 +422,23 @@ def sides_of(num_passages: int, sides: Sequence[str]) -> list[str]:
 
 
 def keep_quality(out: RunDirectory, model: str) -> None:
-    """Save the summaries of all sets together and of each."""
+    """Save the summaries of all sets together and of each.
+
+    A part lists where and when its records were made; those of older runs do not say it, and keep what the last result
+    says.
+    """
     records = {name: rows for name in SIDES if (rows := out.records(name))}
-    update = {}
+    update, stored = {}, last_result("retrieval").get("quality", {})
     for num_passages in PASSAGES:
         for data in ("all sets", *SETS):
             chosen = {name: [r for r in rows if _is_of(r["id"], data, num_passages)] for name, rows in records.items()}
             if chosen.get(NO_REUSE):
                 rows = summarize({name: rows for name, rows in chosen.items() if rows})
                 key = f"{model}, {num_passages} passages, {data}"
-                update[key] = {"n": rows[0]["n"], **provenance(), "rows": rows}
+                places = list(stored.get(key, {}).get("made", ()))
+                places += [r["made"] for answered in chosen.values() for r in answered if "made" in r]
+                distinct = list({tuple(place.items()): place for place in places}.values())
+                update[key] = {"n": rows[0]["n"], "made": distinct, "rows": rows}
     keep(quality=update)
 
 
