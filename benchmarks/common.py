@@ -136,13 +136,17 @@ def greedy(count: int) -> SamplingParams:
 
 def save(name: str, rows: Sequence[Row], model: str = DEFAULT_MODEL, **more: object) -> None:
     """Prints the table and writes `results/<name>.json`."""
+    print_rows(name, rows)
+    write(name, rows, model, **more)
+
+
+def print_rows(name: str, rows: Sequence[Row]) -> None:
     lines = []
     for row in rows:
         span = f"{row.low:.3g} to {row.high:.3g}"
         aims = ["" if x is None else f"{x:g}" for x in (row.required, row.target)]
         lines.append((row.measure, f"{row.value:.3g} {row.unit}", span, *aims, row.peer or ""))
     print_table(Console(width=160), name, ("measure", "value", "95%", "must", "aim", "peer"), lines)
-    write(name, rows, model, **more)
 
 
 def write(name: str, rows: Sequence[Row], model: str = DEFAULT_MODEL, **more: object) -> None:

@@ -148,6 +148,7 @@ class Curve(NamedTuple):
     color: str = "#444444"
     labeled: int = -1  # number of the point that has the label, above or below its interval
     is_below: bool = False
+    align: str = "center"  # of the label at the point
 
 
 def quality_over_time(
@@ -172,7 +173,8 @@ def quality_over_time(
                     offset = {"xytext": (5, 2), "textcoords": "offset points"}
                     panel.annotate(note, (x, bar[0]), **offset, fontsize=7, color=curve.color)
                 x, bar = curve.points[curve.labeled]
-                place = {"xytext": (0, -4 if curve.is_below else 4), "textcoords": "offset points", "ha": "center"}
+                place = {"xytext": (0, -4 if curve.is_below else 4), "textcoords": "offset points"}
+                place |= {"ha": curve.align}
                 place |= {"va": "top" if curve.is_below else "bottom", "color": curve.color, "fontsize": 8.5}
                 place["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
                 panel.annotate(curve.label, (x, bar[1 + (not curve.is_below)]), **place)

@@ -802,59 +802,80 @@ def ray_routing(result: Result) -> Any:
 
 @table("retrieval", "retrieval", provenance=False)
 def retrieval(result: Result) -> Any:
-    """F1, first tokens and whole answers of every side, with both numbers of passages."""
+    """F1, first tokens and whole answers of every side, with both numbers of passages.
+
+    A side that was not answered has times alone. No reuse was answered in prefix mode, which computes the same: the
+    tokens that were computed are those of prefix mode.
+    """
     times, lines, notes = {(row["measure"], row["peer"]): row for row in result["rows"]}, [], []
-    for key, part in result["quality"].items():
-        title, data = key.rsplit(", ", 1)
-        rows = {row["side"]: row for row in part["rows"]}
-        for side in retrieval_benchmark.SIDES if data == "all sets" else ():
-            # both prefix caches answer as no reuse does
-            row = rows.get(retrieval_benchmark.NO_REUSE if side in retrieval_benchmark.EXACT else side)
+    answered = {key.rsplit(", ", 1)[0]: part for key, part in result["quality"].items() if key.endswith(", all sets")}
+    for title in dict.fromkeys([*answered, *(row["measure"].partition(":")[0] for row in result["rows"])]):
+        rows = {row["side"]: row for row in answered[title]["rows"]} if title in answered else {}
+        label = _retrieval_title(title)
+        for side in retrieval_benchmark.SIDES:
+            row = rows.get(retrieval_benchmark.NO_REUSE if side == retrieval_benchmark.PREFIX else side)
             first, answer = f"{title}: first token, {side}", f"{title}: answer, {side}"
-            if row is None or (side == retrieval_benchmark.PLAIN and (first, None) not in times):
+            if row is None and (first, None) not in times:
                 continue
-            cells = [f"{format_estimate(row['f1'], 100)}", format_estimate(row["f1 over no reuse"], 100, sign=True)]
-            cells += [format_estimate(row["exact"], 100), format_estimate(row["right"], 100)]
-            cells += [f"{100 * row['same']['value']:.0f}", f"{row['computed']['value']:.0f}", str(row["n"])]
-            if side in retrieval_benchmark.EXACT:
+            cells = [""] * 7
+            if row is not None:
+                cells = [format_estimate(row["f1"], 100), format_estimate(row["f1 over no reuse"], 100, sign=True)]
+                cells += [format_estimate(row["exact"], 100), format_estimate(row["right"], 100)]
+                cells += [f"{100 * row['same']['value']:.0f}", f"{row['computed']['value']:.0f}", str(row["n"])]
+            if side == retrieval_benchmark.NO_REUSE:
                 cells[5] = ""
             ratios = [times.get((first, peer)) for peer in (retrieval_benchmark.PLAIN, retrieval_benchmark.PREFIX)]
             ratios.append(times.get((answer, retrieval_benchmark.PLAIN)))
             cells.append(f"{times[first, None]['value']:.0f}" if (first, None) in times else "")
             cells += [f"{format_estimate(ratio, places=2)}x" if ratio else "" for ratio in ratios]
-            lines.append([_shown(title) if side == retrieval_benchmark.NO_REUSE else "", side, *cells])
-        notes += [_frontier(title, rows, times)] if data == "all sets" else []
+            lines.append([label, side, *cells])
+            label = ""
+        notes += _encoding_times(title, times)
+        notes += [_widths(title, rows, times)] if rows else []
     head = "model | side | F1 | over no reuse, points | exact match % | right % | same answer % | tokens computed | n"
     times_head = "first token, ms | vLLM over this | prefix mode over this | answer of 16 tokens, vLLM over this"
-    parts = [*result["quality"].values(), *(row["made"] for row in result["rows"])]
+    parts = [place for part in result["quality"].values() for place in part["made"]]
+    parts += [row["made"] for row in result["rows"]]
     notes.append(f"`benchmarks/retrieval.py`, {format_provenance(parts)}.")
     return f"{head} | {times_head}", lines, "\n\n".join(notes)
 
 
-def _shown(title: str) -> str:
-    return title.replace("qwen2.5-coder-0.5b-instruct-q4_k_m", "Qwen 0.5B")
+def _retrieval_title(title: str) -> str:
+    model, _, passages = title.partition(", ")
+    return f"{model_title(model)}, {passages}"
 
 
-def _frontier(title: str, rows: Mapping[str, Result], times: Mapping[tuple[str, str | None], Result]) -> str:
-    """Return which sides are within one point of F1 of no reuse, and how early the first of them answers."""
+def _encoding_times(title: str, times: Mapping[tuple[str, str | None], Result]) -> list[str]:
+    """Return how long the passages of a pool take before the clock of first tokens starts, if that was timed."""
+    sides = {retrieval_benchmark.REUSE: "our engine", retrieval_benchmark.CONNECTED: "vLLM with the connector"}
+    medians = {side: times.get((f"{title}: passages, {side}", None)) for side in sides}
+    cells = [f"{format_estimate(row, 1e-3, places=2)} s in {sides[side]}" for side, row in medians.items() if row]
+    if not cells:
+        return []
+    return [f"{_retrieval_title(title)}: to encode the passages of a pool before takes {' and '.join(cells)} (median)."]
+
+
+def _widths(title: str, rows: Mapping[str, Result], times: Mapping[tuple[str, str | None], Result]) -> str:
+    """Return which sides are within one point of F1 of no reuse by the interval, or that intervals are too wide."""
     over = {side: row["f1 over no reuse"] for side, row in rows.items() if side != retrieval_benchmark.NO_REUSE}
-    surely = [side for side, gap in over.items() if gap["low"] >= -0.01]
-    maybe = [side for side, gap in over.items() if gap["value"] >= -0.01 and side not in surely]
-    listed = (", ".join(f"`{side}`" for side in sides) or "none" for sides in (surely, maybe))
-    text = "{}: within one point of F1 of no reuse by the interval: {}; by the estimate alone: {}.".format(
-        _shown(title), *listed
+    ratios = {side: times.get((f"{title}: first token, {side}", retrieval_benchmark.PLAIN)) for side in over}
+    early = {side: gap for side, gap in over.items() if (ratio := ratios[side]) and ratio["low"] >= 2}
+    begin = f"{_retrieval_title(title)}: within one point of F1 of no reuse by the interval"
+    if within := [side for side, gap in over.items() if gap["low"] >= -0.01]:
+        cells = [
+            f"`{side}`"
+            + (f" ({format_estimate(ratios[side], places=2)} times as early as vLLM)" if ratios[side] else "")
+            for side in within
+        ]
+        return f"{begin}: {', '.join(cells)}."
+    if not early:
+        return f"{begin}: none."
+    narrowest = min(early, key=lambda side: early[side]["high"] - early[side]["low"])
+    return (
+        f"{begin}: none. The intervals are too wide: of the sides that answer first at least twice as early as vLLM's prefix"
+        f" cache, by their interval, `{narrowest}` has the narrowest,"
+        f" {format_estimate(early[narrowest], 100, sign=True)} points."
     )
-    timed = [side for side in surely or maybe if (f"{title}: first token, {side}", None) in times]
-    if not timed:
-        return text
-    first = min(timed, key=lambda side: times[f"{title}: first token, {side}", None]["value"])
-    peers = {retrieval_benchmark.PLAIN: "vLLM's prefix cache", retrieval_benchmark.PREFIX: "prefix mode"}
-    ratios = [
-        f"{format_estimate(times[f'{title}: first token, {first}', peer], places=2)} times as early as {name}"
-        for peer, name in peers.items()
-        if (f"{title}: first token, {first}", peer) in times
-    ]
-    return f"{text} The earliest of these, `{first}`, answers {' and '.join(ratios)}."
 
 
 @table("vllm", "vllm")

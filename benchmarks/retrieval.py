@@ -9,8 +9,8 @@ that they need, filled up with their other passages, or with those of other ques
 the whole pool in its own order, by BM25, the best passage first, and is answered greedily with at most 32 tokens.
 Programs follow `docs/quality.md`: a shared system turn first, whole turns, the question in the header of the call.
 
-Sides of our engine: `no reuse`, `prefix mode`, whose answers are the same, `reuse`, `reuse, aligned`, repair of 10, 20 and 40%
-by each strategy, and a budget of 0.02 nats that was learned on other questions. Sides of vLLM's CPU build: its prefix cache,
+Sides of our engine: `no reuse`, answered in `prefix mode`, which computes the same, `reuse`, `reuse, aligned`, repair of 10, 20
+and 40% by each strategy, and a budget of 0.02 nats that was learned on other questions. Sides of vLLM's CPU build: its prefix cache,
 which answers as `no reuse`, and plain requests to the connector, with and without repair, when every passage has been
 sent once behind the system turn.
 
@@ -52,10 +52,10 @@ from .common import (
     last_result,
     median_row,
     merge_results,
+    print_rows,
     provenance,
     ratio_row,
     row_from_record,
-    save,
     write,
 )
 from .peer_engines import VLLM
@@ -78,8 +78,8 @@ TIMED_TOKENS = 16
 BUDGET = 0.02  # nats a token
 LEARNED = 3  # questions of each set that the budget is learned on: the last ones
 SHARES = (0.1, 0.2, 0.4)
-ALIGNMENTS = {"bundled": (0.975, 0.913)}  # as `choreograph calibrate` found them, see docs/repair.md
-OTHER_ALIGNMENT = (0.95, 1.0)  # of Qwen2.5-Coder-0.5B
+# temperature and scale of models, as `choreograph calibrate` found them, see docs/repair.md
+ALIGNMENTS = {"bundled": (0.975, 0.913), "qwen2.5-coder-0.5b-instruct-q4_k_m": (0.95, 1.0)}
 
 NO_REUSE, PREFIX, REUSE, ALIGNED, BUDGETED = (
     "no reuse",
@@ -118,7 +118,7 @@ def pools_of(data: str, folder: Path, num_passages: int) -> list[Group]:
 def _pool(members: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], num_passages: int) -> Group:
     texts = dict.fromkeys(text for member in members for text in _needed(member))
     own = [[_text(document) for document in member["documents"]] for member in members]
-    turns = (texts[i] for i in range(max(map(len, own))) for texts in own if i < len(texts))
+    turns = (documents[i] for i in range(max(map(len, own))) for documents in own if i < len(documents))
     others = random.Random(members[0]["id"]).sample(records, len(records))
     for text in (*turns, *(_text(document) for record in others for document in record["documents"])):
         if len(texts) < num_passages:
@@ -168,14 +168,14 @@ class Setting(NamedTuple):
 
 
 def settings_of(model: str, budgeted: Repair | None) -> dict[str, Setting]:
-    """Return the settings of our engine by side.
+    """Return the settings of our engine by side; without `reuse, aligned` for a model that was not calibrated.
 
     Args:
         budgeted: what the budget chose; None: it is left out.
     """
-    alignment = Repair(0, "align", ALIGNMENTS.get(model, OTHER_ALIGNMENT))
     settings = {NO_REUSE: Setting("naive"), PREFIX: Setting("prefix"), REUSE: Setting()}
-    settings[ALIGNED] = Setting(repair=alignment)
+    if model in ALIGNMENTS:
+        settings[ALIGNED] = Setting(repair=Repair(0, "align", ALIGNMENTS[model]))
     settings |= {name: Setting(repair=repair) for name, repair in REPAIRS.items()}
     return settings if budgeted is None else {**settings, BUDGETED: Setting(repair=budgeted)}
 
@@ -353,27 +353,27 @@ def summarize(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[s
     return rows
 
 
-def measure_quality(given: argparse.Namespace) -> None:
+def measure_quality(options: argparse.Namespace) -> None:
     """Answer pools until all are, and summarize them after each round."""
-    engine, model = load(given.model)
+    engine, model = load(options.model)
     template = ChatTemplate(engine.tokenizer)
-    settings = {"sides": SIDES, "max_tokens": MAX_TOKENS, "system": SYSTEM, "instruction": INSTRUCTION}
-    out = RunDirectory(given.out / model, {"conditions": SIDES, **settings})
-    connected = [name for name in CONNECTOR_SHARES if name in given.sides]
-    peer = VLLM(torch.get_num_threads(), eager_dtype(), CONNECTOR, given.model) if connected else None
+    run_config = {"sides": SIDES, "max_tokens": MAX_TOKENS, "system": SYSTEM, "instruction": INSTRUCTION}
+    out = RunDirectory(options.out / model, {"conditions": SIDES, **run_config})
+    connected = [name for name in CONNECTOR_SHARES if name in options.sides]
+    peer = VLLM(torch.get_num_threads(), eager_dtype(), CONNECTOR, options.model) if connected else None
     budgets: dict[int, Repair] = {}
-    for num_passages in given.passages if BUDGETED in given.sides else ():
-        if BUDGETED in sides_of(num_passages, given.sides):
+    for num_passages in options.passages if BUDGETED in options.sides else ():
+        if BUDGETED in sides_of(num_passages, options.sides):
             budgets[num_passages] = learn(
-                engine, given.data, given.sets, num_passages, out.path / f"budget-{num_passages}.json"
+                engine, options.data, options.sets, num_passages, out.path / f"budget-{num_passages}.json"
             )
             print(f"... budget, {num_passages} passages: {budgets[num_passages]}", flush=True)
     keep(budgets={f"{model}, {n}": [repair.share, repair.strategy] for n, repair in budgets.items()})
     jobs = []
-    for num_passages in given.passages:
-        limit = given.limit // (1 if num_passages == min(given.passages) else given.fewer)
-        for data in given.sets:
-            pools = pools_of(data, given.data, num_passages)[:-1]
+    for num_passages in options.passages:
+        limit = options.limit // (1 if num_passages == min(options.passages) else options.fewer)
+        for data in options.sets:
+            pools = pools_of(data, options.data, num_passages)[:-1]
             counts, asked = 0, []
             for number, pool in enumerate(pools):
                 if counts < limit:
@@ -383,16 +383,17 @@ def measure_quality(given: argparse.Namespace) -> None:
             jobs += [((i + 1) / len(asked), num_passages, data, *job) for i, job in enumerate(asked)]
     for _, num_passages, data, number, pool in sorted(jobs, key=lambda job: (job[0], job[1])):
         identity = f"{data}/{num_passages}/{number}"
+        settings = settings_of(model, budgets.get(num_passages))
         missing = [
             name
-            for name in sides_of(num_passages, given.sides)
+            for name in sides_of(num_passages, options.sides)
             if name not in EXACT
-            and (name not in CONNECTOR_SHARES or number % given.connector_every == 0)
+            and (name in settings or (name in CONNECTOR_SHARES and number % options.connector_every == 0))
             and all(record["id"] != identity for record in out.records(name))
         ]
         if not missing:
             continue
-        own = {name: s for name, s in settings_of(model, budgets.get(num_passages)).items() if name in missing}
+        own = {name: setting for name, setting in settings.items() if name in missing}
         own |= {NO_REUSE: Setting("prefix")} if NO_REUSE in own else {}  # the same texts, for less
         copied = equal_side(own[BUDGETED].repair) if BUDGETED in own and own[BUDGETED].repair else None
         if copied in missing:
@@ -454,32 +455,39 @@ Times = dict[str, list[float]]  # seconds: "first token" and "answer" of every q
 
 def time_ours(engine: Engine, pool: Group, settings: Mapping[str, Setting], count: int) -> dict[str, Times]:
     """Ask the questions of a pool one after the other with each setting."""
-    taken: dict[str, Times] = {}
+    times: dict[str, Times] = {}
     for mode in ("naive", "prefix", "choreographed"):
         names = [name for name, setting in settings.items() if setting.mode == mode]
         # sides that encode nothing before have sessions of their own
         for group in [names] if mode == "choreographed" else [[name] for name in names]:
             engine.clear_cache()
             with engine.session(mode=mode, seed=0) as session:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 encoded = encode(session, pool)
                 for message in encoded if mode == "choreographed" else ():
                     message.wait_encoded()
-                encoding = time.perf_counter() - began if mode == "choreographed" else 0.0
+                encoding = time.perf_counter() - start if mode == "choreographed" else 0.0
                 for name in group:
                     engine.clear_cache()  # of the repairs of others; the passages are referenced
                     calls = []
                     for question in pool.questions:
                         call = ask(session, question, encoded, settings[name].repair, sampling=greedy(count))
                         calls.append(call.result())
-                    taken[name] = {
-                        "first token": [float(call.timing.ttft or 0) for call in calls],
-                        "answer": [float(call.timing.e2e or 0) for call in calls],
+                    times[name] = {
+                        "first token": [seconds_of(call, "ttft") for call in calls],
+                        "answer": [seconds_of(call, "e2e") for call in calls],
                         "passages": [encoding],
                     }
                     for call in calls:
                         call.release()
-    return taken
+    return times
+
+
+def seconds_of(call: Message, measure: str) -> float:
+    seconds = getattr(call.timing, measure)
+    if seconds is None:
+        raise RuntimeError(f"a call has no {measure}: it did not decode to its end; run the part again")
+    return float(seconds)
 
 
 def time_vllm(peer: VLLM, prompts: Prompts, count: int, share: float | None) -> Times:
@@ -489,13 +497,13 @@ def time_vllm(peer: VLLM, prompts: Prompts, count: int, share: float | None) -> 
         share: of repair; None for vLLM without the connector.
     """
     peer.reset()
-    began = time.perf_counter()
+    start = time.perf_counter()
     if share is not None:
         send_passages(peer, prompts)
     times: Times = {
         "first token": [],
         "answer": [],
-        "passages": [time.perf_counter() - began if share is not None else 0.0],
+        "passages": [time.perf_counter() - start if share is not None else 0.0],
     }
     for number in range(len(prompts.headers)):
         generated = peer.generate([prompts.question(number)], count, [None if share is None else transfer_of(share)])
@@ -504,84 +512,77 @@ def time_vllm(peer: VLLM, prompts: Prompts, count: int, share: float | None) -> 
     return times
 
 
-def measure_speed(given: argparse.Namespace) -> None:
+def measure_speed(options: argparse.Namespace) -> None:
     """Time all sides in turns, round by round, and save after each."""
-    ends = time.perf_counter() + 60 * given.minutes
-    engine, model = load(given.model)
+    deadline = time.perf_counter() + 60 * options.minutes
+    engine, model = load(options.model)
     template, threads = ChatTemplate(engine.tokenizer), torch.get_num_threads()
-    connected = [name for name in CONNECTOR_SHARES if name in given.sides]
-    with ThreadPoolExecutor() as pool:  # both start in a minute
-        wanted = ((PLAIN in given.sides, None), (connected, CONNECTOR))
+    connected = [name for name in CONNECTOR_SHARES if name in options.sides]
+    with ThreadPoolExecutor() as executor:  # both start in a minute
         starts = [
-            pool.submit(VLLM, threads, eager_dtype(), c, given.model) if is_asked else None for is_asked, c in wanted
+            executor.submit(VLLM, threads, eager_dtype(), connector, options.model) if is_asked else None
+            for is_asked, connector in ((PLAIN in options.sides, None), (connected, CONNECTOR))
         ]
         plain, peer = (start and start.result() for start in starts)
     budgets = last_result("retrieval").get("budgets", {})
     pools = {
-        (num_passages, data): pools_of(data, given.data, num_passages)
-        for num_passages in given.passages
-        for data in given.sets
+        (num_passages, data): pools_of(data, options.data, num_passages)
+        for num_passages in options.passages
+        for data in options.sets
     }
 
     def run(num_passages: int, pool: Group, count: int, turn: int) -> dict[str, Times]:
-        chosen = budgets.get(f"{model}, {num_passages}")
-        names = sides_of(num_passages, given.sides)
-        own = {n: s for n, s in settings_of(model, Repair(*chosen) if chosen else None).items() if n in names}
-        if chosen and equal_side(Repair(*chosen)) in names:
+        budget = budgets.get(f"{model}, {num_passages}")
+        names = sides_of(num_passages, options.sides)
+        own = {n: s for n, s in settings_of(model, Repair(*budget) if budget else None).items() if n in names}
+        if budget and equal_side(Repair(*budget)) in names:
             own.pop(BUDGETED, None)
         own = {name: own[name] for name in random.Random(turn).sample(list(own), len(own))}
-        prompts, taken = Prompts.of(template, pool), dict[str, Times]()
-        runs: list[Any] = [lambda: taken.update(time_ours(engine, pool, own, count))]
+        prompts, times = Prompts.of(template, pool), dict[str, Times]()
+        runs: list[Any] = [lambda: times.update(time_ours(engine, pool, own, count))]
         if plain is not None:
-            runs.append(lambda: taken.update({PLAIN: time_vllm(plain, prompts, count, None)}))
+            runs.append(lambda: times.update({PLAIN: time_vllm(plain, prompts, count, None)}))
         for name in connected if peer is not None else ():
             if name in names:
                 runs.append(
-                    lambda name=name: taken.update({name: time_vllm(peer, prompts, count, CONNECTOR_SHARES[name])})
+                    lambda name=name: times.update({name: time_vllm(peer, prompts, count, CONNECTOR_SHARES[name])})
                 )
         for work in runs[:: -1 if turn % 2 else 1]:
             work()
-        return taken
+        return times
 
-    gathered: dict[int, dict[str, Times]] = {n: defaultdict(lambda: defaultdict(list)) for n in given.passages}
-    for num_passages in given.passages:  # warms up
-        pool = pools[num_passages, given.sets[0]][-1]
+    gathered: dict[int, dict[str, Times]] = {n: defaultdict(lambda: defaultdict(list)) for n in options.passages}
+    for num_passages in options.passages:  # warms up
+        pool = pools[num_passages, options.sets[0]][-1]
         run(num_passages, Group(pool.documents, pool.questions[:1]), 2, 0)
     print("... warm", flush=True)
-    turn, longest = 0, 0.0
-    while turn < given.rounds and (not turn or time.perf_counter() + longest < ends):
-        began = time.perf_counter()
-        data = given.sets[turn % len(given.sets)]
-        for num_passages in given.passages:
-            pool = pools[num_passages, data][turn // len(given.sets)]
-            pool = Group(pool.documents, pool.questions[: given.questions])
+    turn, longest, rows = 0, 0.0, list[Row]()
+    while turn < options.rounds and (not turn or time.perf_counter() + longest < deadline):
+        start = time.perf_counter()
+        data = options.sets[turn % len(options.sets)]
+        for num_passages in options.passages:
+            pool = pool_of_round(pools[num_passages, data], turn // len(options.sets))
+            pool = Group(pool.documents, pool.questions[: options.questions])
             for name, times in run(num_passages, pool, TIMED_TOKENS, turn).items():
                 for key, values in times.items():
                     gathered[num_passages][name][key] += values
-        turn, longest = turn + 1, max(longest, time.perf_counter() - began)
-        print(f"... round {turn}, {time.perf_counter() - began:.0f} s", flush=True)
+        turn, longest = turn + 1, max(longest, time.perf_counter() - start)
+        print(f"... round {turn}, {time.perf_counter() - start:.0f} s", flush=True)
         measured = [row for n, sides in gathered.items() for row in rows_of(f"{model}, {n} passages", sides)]
-        names = {row.measure.partition(":")[0] for row in measured}
+        titles = {row.measure.partition(":")[0] for row in measured}
         others = [row_from_record(record) for record in last_result("retrieval").get("rows", [])]
-        rows = [*(row for row in others if row.measure.partition(":")[0] not in names), *measured]
-        write(
-            "retrieval",
-            rows,
-            "bundled",
-            **{key: last_result("retrieval").get(key, {}) for key in ("quality", "budgets")},
-        )
+        rows = [*(row for row in others if row.measure.partition(":")[0] not in titles), *measured]
+        store(rows)
     for child in (plain, peer):
         if child is not None:
             child.close()
-    result = last_result("retrieval")
-    save(
-        "retrieval",
-        [row_from_record(r) for r in result["rows"]],
-        "bundled",
-        quality=result["quality"],
-        budgets=result["budgets"],
-    )
+    print_rows("retrieval", rows)
     draw()
+
+
+def pool_of_round(pools: Sequence[Group], number: int) -> Group:
+    """Return the pool that a round times: all but the last in turns, on which the budget learned."""
+    return pools[number % (len(pools) - 1)]
 
 
 def rows_of(title: str, sides: Mapping[str, Times]) -> list[Row]:
@@ -612,9 +613,14 @@ def load(model: str | None) -> tuple[Engine, str]:
 
 def keep(**updates: Mapping[str, Any]) -> None:
     """Save parts of the results beside the others."""
-    result = last_result("retrieval")
+    store([row_from_record(row) for row in last_result("retrieval").get("rows", [])], **updates)
+
+
+def store(rows: Sequence[Row], **updates: Mapping[str, Any]) -> None:
+    """Save rows, and parts of the results beside the others, with the models of both."""
     parts = {key: merge_results("retrieval", key, updates.get(key, {})) for key in ("quality", "budgets")}
-    write("retrieval", [row_from_record(row) for row in result.get("rows", [])], "bundled", **parts)
+    models = dict.fromkeys(name.partition(", ")[0] for name in [*(row.measure for row in rows), *parts["quality"]])
+    write("retrieval", rows, ", ".join(models), **parts)
 
 
 def draw() -> None:
@@ -647,17 +653,17 @@ def _draw(title: str, rows: Mapping[str, Any], times: Mapping[str, float | None]
     panels: dict[str, list[Curve]] = {"Choreograph": [], "vLLM": []}
     for number, strategy in enumerate(DRAWN):  # the table has all strategies
         if len(sides := measured(REUSE, *(side for side in REPAIRS if side.startswith(f"{strategy} ")))) > 1:
-            look = {"color": COLORS[number], "is_below": number == 0, "labeled": 1}
+            look = {"color": COLORS[number], "is_below": number == 1, "labeled": min(number + 1, len(sides) - 1)}
             panels["Choreograph"].append(curve(f"repair: {strategy}", sides, **look))
-    for name, panel, sides, is_below in (
-        (REUSE, "Choreograph", (REUSE,), True),
-        (BUDGETED, "Choreograph", (BUDGETED,), True),
-        ("no reuse,\nprefix mode", "Choreograph", (PREFIX, NO_REUSE), False),
-        ("prefix caching", "vLLM", (PLAIN,), False),
-        ("connector: reuse", "vLLM", (CONNECTED,), True),
+    for name, panel, sides, look in (
+        (REUSE, "Choreograph", (REUSE,), {"is_below": True}),
+        (BUDGETED, "Choreograph", (BUDGETED,), {"align": "left"}),
+        ("no reuse,\nprefix mode", "Choreograph", (PREFIX, NO_REUSE), {}),
+        ("prefix caching", "vLLM", (PLAIN,), {}),
+        ("connector: reuse", "vLLM", (CONNECTED,), {"is_below": True}),
     ):
-        if found := measured(*sides):
-            panels[panel].append(curve(name, found, is_below=is_below))
+        if timed := measured(*sides):
+            panels[panel].append(curve(name, timed, **look))
     if len(sides := measured(*CONNECTOR_SHARES)) > 1:
         panels["vLLM"].insert(0, curve("connector: repair", sides, color=COLORS[0], labeled=len(sides) // 2))
     quality_over_time(
@@ -671,27 +677,27 @@ def _draw(title: str, rows: Mapping[str, Any], times: Mapping[str, float | None]
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("part", choices=("quality", "speed", "draw"))
-    options.add_argument("--model", default=None, help="default: the bundled model")
-    options.add_argument("--data", type=Path, help="folder of the datasets")
-    options.add_argument("--sets", nargs="*", choices=list(SETS), default=list(SETS))
-    options.add_argument("--passages", type=int, nargs="*", choices=PASSAGES, default=list(PASSAGES))
-    options.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES))
-    options.add_argument("--limit", type=int, default=24, help="of quality: questions of each set with 10 passages")
-    options.add_argument("--fewer", type=int, default=2, help="of quality: this part of them with 20 passages")
-    options.add_argument("--connector-every", type=int, default=2, help="of quality: pools that the connector answers")
-    options.add_argument("--out", type=Path, default=Path("out/retrieval"), help="of quality: records, to go on with")
-    options.add_argument("--minutes", type=float, default=6.0, help="of speed: no round begins that would end later")
-    options.add_argument("--rounds", type=int, default=100, help="of speed: at most")
-    options.add_argument("--questions", type=int, default=3, help="of speed: of a pool")
-    given = options.parse_args()
-    if given.part == "draw":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("quality", "speed", "draw"))
+    parser.add_argument("--model", default=None, help="default: the bundled model")
+    parser.add_argument("--data", type=Path, help="folder of the datasets")
+    parser.add_argument("--sets", nargs="*", choices=list(SETS), default=list(SETS))
+    parser.add_argument("--passages", type=int, nargs="*", choices=PASSAGES, default=list(PASSAGES))
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--limit", type=int, default=24, help="of quality: questions of each set with 10 passages")
+    parser.add_argument("--fewer", type=int, default=2, help="of quality: this part of them with 20 passages")
+    parser.add_argument("--connector-every", type=int, default=2, help="of quality: pools that the connector answers")
+    parser.add_argument("--out", type=Path, default=Path("out/retrieval"), help="of quality: records, to go on with")
+    parser.add_argument("--minutes", type=float, default=6.0, help="of speed: no round begins that would end later")
+    parser.add_argument("--rounds", type=int, default=100, help="of speed: at most")
+    parser.add_argument("--questions", type=int, default=3, help="of speed: of a pool")
+    options = parser.parse_args()
+    if options.part == "draw":
         draw()
-    elif given.data is None:
-        options.error("--data is needed")
+    elif options.data is None:
+        parser.error("--data is needed")
     else:
-        {"quality": measure_quality, "speed": measure_speed}[given.part](given)
+        {"quality": measure_quality, "speed": measure_speed}[options.part](options)
 
 
 if __name__ == "__main__":

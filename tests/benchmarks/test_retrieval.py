@@ -112,6 +112,7 @@ def arguments(talker, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(retrieval, "TIMED_TOKENS", 2)
     monkeypatch.setattr(retrieval, "VLLM", FakeVLLM)
     monkeypatch.setattr(retrieval, "load", lambda model: (talker, "random"))
+    monkeypatch.setitem(retrieval.ALIGNMENTS, "random", (0.9, 1.0))
 
     def run(part, **options):
         common_options = {
@@ -136,7 +137,8 @@ def test_quality_goes_on_where_it_stopped_and_pairs_all_sides(arguments, tmp_pat
     part = result["quality"]["random, 6 passages, all sets"]
     rows = {row["side"]: row for row in part["rows"]}
     assert set(rows) == set(retrieval.SIDES) - {PREFIX, PLAIN}
-    assert {row["n"] for row in rows.values()} == {10}  # a pool of four and two of three
+    assert {(row["n"], row["pools"]) for row in rows.values()} == {(10, 3)}  # a pool of four and two of three
+    assert result["model"] == "random" and part["made"] == [common.provenance()]
     assert rows[NO_REUSE]["f1 over no reuse"]["value"] == 0 and rows[NO_REUSE]["same"]["value"] == 1
     assert (
         rows[REUSE]["computed"]["value"] < rows["first 10%"]["computed"]["value"] < rows[NO_REUSE]["computed"]["value"]
@@ -165,3 +167,35 @@ def test_a_repair_of_everything_or_nothing_is_another_side():
     assert [retrieval.equal_side(repair(share)) for share in (0, 1)] == [REUSE, NO_REUSE]
     assert retrieval.equal_side(repair(0.2, "attention")) == "attention 20%"
     assert retrieval.equal_side(repair(0.6)) is None
+
+
+def test_other_models_are_not_aligned_with_the_numbers_of_a_calibrated_one():
+    assert retrieval.ALIGNED in retrieval.settings_of("bundled", None)
+    assert retrieval.ALIGNED not in retrieval.settings_of("other", None)
+
+
+def test_rounds_go_round_the_pools_on_which_no_budget_learned():
+    pools = [retrieval.Group([str(i)], []) for i in range(3)]
+    assert [retrieval.pool_of_round(pools, number).documents for number in range(4)] == [["0"], ["1"], ["0"], ["1"]]
+
+
+def test_a_missing_time_is_an_error(talker):
+    with talker.session() as session, pytest.raises(RuntimeError, match="no ttft"):
+        retrieval.seconds_of(session.prefill(session.user("a prefill decodes nothing")).result(), "ttft")
+
+
+def test_records_without_provenance_keep_that_of_the_last_result(arguments, tmp_path):
+    arguments("quality", **QUALITY, out=tmp_path / "records")
+    for file in (tmp_path / "records" / "random").glob("*.jsonl"):
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        for record in records:
+            del record["made"]  # as older runs wrote them
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    file = common.result_file("retrieval")
+    older = {"commit": "older", "date": "2026-01-01", "hardware": "another machine"}
+    result = json.loads(file.read_text())
+    for part in result["quality"].values():
+        part["made"] = [older]
+    file.write_text(json.dumps(result))
+    again = arguments("quality", **QUALITY, out=tmp_path / "records")
+    assert all(part["made"] == [older] for part in again["quality"].values())
