@@ -1,7 +1,8 @@
 """Which results are older than the code that they measure.
 
 A figure is marked "measured before ..." while its date precedes that of a change which concerns its benchmark. The mark goes
-when the benchmark is run again. Dates are compared, since tables are also generated where the history of commits is absent.
+when the benchmark is run again. Dates are compared, since tables are also generated where the history of commits is absent. So a
+result of the day of a change is never marked, even if it was measured before: run such a benchmark again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,7 @@ class Change(NamedTuple):
     commit: str
     title: str  # completes "measured before ..."
     benchmarks: frozenset[str]
+    concerns_only_times: bool = False  # so no part of `reuse` but those in `TIMED_PARTS`
 
 
 CHANGES = (
@@ -48,13 +50,14 @@ CHANGES = (
         "our operators of decoder layers",
         frozenset(
             {
-                *("kvflow", "kvflow_calibration", "kvflow_peer", "prompt_cache", "prompt_cache_longbench"),
-                *("reuse", "scaling", "speed"),
+                *("arena", "kvflow", "kvflow_calibration", "kvflow_peer", "prompt_cache", "prompt_cache_longbench"),
+                *("reuse", "scaling", "speed", "ttft"),
             }
         ),
+        concerns_only_times=True,
     ),
 )
-# Parts of results that a change of speed or of the selection does not concern.
+# Parts of the result of `reuse` that are times.
 TIMED_PARTS = frozenset({"latency", "remote", "stream"})
 
 
@@ -67,7 +70,7 @@ def changes_since(benchmark: str, made: Mapping[str, str], part: str | None = No
     """
     later = [change for change in CHANGES if benchmark in change.benchmarks and made["date"] < change.date]
     if part is not None and part not in TIMED_PARTS:
-        later = [change for change in later if change.commit != "5e4cc582"]
+        later = [change for change in later if not change.concerns_only_times]
     return later
 
 

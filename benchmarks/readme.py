@@ -30,11 +30,9 @@ def _shown(name: str) -> Iterator[tuple[dict[str, str], dict[str, object], Mappi
 
 
 def over_cell(benchmark: str, above: str, below: str) -> str:
-    """Return the ratio of two times of one run. Its interval spans the extremes of theirs, since pairs are not kept."""
+    """Return the ratio of two medians of one run, without an interval, since their pairs are not kept."""
     rows = by_measure(record(benchmark))
-    top, bottom = rows[above], rows[below]
-    spans = {"low": top["low"] / bottom["high"], "high": top["high"] / bottom["low"]}
-    return format_row({"value": top["value"] / bottom["value"], **spans}, places=2) + "x"
+    return f"{rows[above]['value'] / rows[below]['value']:.2f}x"
 
 
 def against_cell(benchmark: str, peer: str, measure: str) -> str:

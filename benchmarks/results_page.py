@@ -646,7 +646,7 @@ def rules_documents(result: Result) -> Any:
         times = _times(result, data).get(row["program"], ["", ""])
         lines.append([title, row["program"], *estimates(row, ("right", "f1"), 100), over, *times])
     head = "data | program | right % | F1 | F1 over all rules, points | first token, prefix mode over this"
-    return f"{head} | tokens computed", lines
+    return f"{head} | tokens computed", lines, _rules_note(result, "documents", "first tokens")
 
 
 @table("rules-judges", "rules", provenance=False)
@@ -658,7 +658,7 @@ def rules_judges(result: Result) -> Any:
         cells = [*estimates(row, ("as_exact", "right"), 100), over, f"{format_estimate(row['exact_over_ttft'])}x"]
         lines.append([row["program"], *cells, f"{row['computed']['value']:.0f}", str(run["n"])])
     head = "judge | same answer as exact % | right % | over exact, points | first token, exact over this"
-    return f"{head} | tokens computed | n", lines
+    return f"{head} | tokens computed | n", lines, _rules_note(result, "judges")
 
 
 PREFIX_MODE = ", prefix mode"  # ends the names of forms that run in it

@@ -26,8 +26,8 @@
 //
 //   void amx_product_of_packed(const bf16* x, int rows, const bf16* weights, int features, int64_t inputs, float* out,
 //                              int64_t out_row)
-//     As amx_product, for 1 to 32 rows, with weights from `pack`. x: from a row on that is a multiple of 32, at packed +
-//     row * inputs. Writes multiples of 16 rows and features.
+//     As amx_product, for 1 to 32 rows, with weights from `pack`. x: from a row on that is a multiple of 32, at
+//     packed + row * inputs. Writes multiples of 16 rows and features.
 //
 // inputs: a multiple of 32. Packed forms are aligned to 64 bytes, for speed. A thread that multiplies has called
 // enter_amx(), and has_amx() is true (cpp_amx.h). The sum of an output depends neither on `rows` nor on how features

@@ -8,8 +8,8 @@
 
 namespace {
 
-constexpr int64_t ROWS_BYTES = (WIDE ? 512 : 192) << 10;  // of rows that take turns with a chunk, in the second-level cache
-constexpr int64_t AMX_ROWS_BYTES = 1536 << 10;   // the same in tiles
+constexpr int64_t ROWS_BYTES = (WIDE ? 512 : 192) << 10;  // of rows that a chunk is multiplied by, in the L2 cache
+constexpr int64_t AMX_ROWS_BYTES = 1536 << 10;            // the same in tiles
 
 // Memory of a thread, aligned to cache lines and reused by later calls.
 template <class T>
@@ -187,7 +187,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   static thread_local Buffer<In> buffer;
   bool copies = norm || padded != in || !std::is_same<T, In>::value;
   In* prepared = copies ? buffer.reserve(rows * padded) : nullptr;
-  int64_t height = std::max<int64_t>(M, ROWS_BYTES / (std::min(padded, MANY_ROWS.inputs) * sizeof(In)) / M * M);
+  int64_t height = std::max<int64_t>(ROWS_AT_ONCE, ROWS_BYTES / (std::min(padded, MANY_ROWS.inputs) * sizeof(In)));
 #if HAS_AMX && HAS_DOTS
   bool uses_tiles = std::is_same<T, bf16>::value && in % 32 == 0 && has_amx();
   static thread_local Buffer<bf16> tiles_buffer;
@@ -197,12 +197,17 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
 #else
   constexpr bool uses_tiles = false, packs_weights = false;
 #endif
-  int64_t blocks = (rows + height - 1) / height, items = blocks * chunks;
+  if (!uses_tiles && rows <= FEW) height = rows;  // weights are read once
+  int64_t blocks = (rows + height - 1) / height;
   height = (rows + blocks - 1) / blocks;
-  if (packs_weights) height = (height + 31) / 32 * 32;
+  if (packs_weights) {
+    height = (height + 31) / 32 * 32;
+    blocks = (rows + height - 1) / height;
+  }
+  int64_t items = blocks * chunks;
   int64_t group = packs_weights ? 32 : height;  // rows until bias, gate and residual are applied
-  int64_t share = std::max<int64_t>(1, items / (32 * threads));
-  if (uses_tiles ? !packs_weights : rows <= FEW) share = (items + threads - 1) / threads;  // weights in memory's order
+  bool in_order = uses_tiles ? !packs_weights : rows <= FEW;  // weights in the order of memory
+  int64_t share = std::max<int64_t>(1, in_order ? (items + threads - 1) / threads : items / (32 * threads));
 #pragma omp parallel num_threads(threads)
   {
     if (copies) {
@@ -254,8 +259,8 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
           const T* ahead = next_f0 < next.features ? (const T*)next.weight + next_f0 * in : nullptr;
 #if HAS_AMX && HAS_DOTS
           if (packs_weights)
-            amx_product_of_packed(tiles + r0 * in, count, (const bf16*)packed + (to == gate ? CHUNK * in : 0), width, in,
-                                  to, CHUNK);
+            amx_product_of_packed(tiles + r0 * in, count, (const bf16*)packed + (to == gate ? CHUNK * in : 0), width,
+                                  in, to, CHUNK);
           else if (uses_tiles && width >= 16)
             amx_product(tiles, count, in, (const bf16*)weight, in, width, (const bf16*)ahead, to, CHUNK);
           else if (uses_tiles) {  // a tile of features, zeros beyond the last

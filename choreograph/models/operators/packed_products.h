@@ -2,8 +2,8 @@
 // with float32 sums.
 //
 // Weights are packed as tiles when they are needed: transposed, so that a register holds an input, or a pair of them,
-// of LANES features. All rows of a block are multiplied by the tiles. Sums add inputs in their order whatever the number
-// of rows, so results do not depend on the batch.
+// of LANES features. All rows of a block are multiplied by the tiles. Sums add inputs in their order whatever the
+// number of rows, so results do not depend on the batch.
 
 #pragma once
 
@@ -19,11 +19,11 @@ namespace {
 
 constexpr int STRIP = 32;  // rows of prepared inputs are padded to a multiple of it with zeros
 constexpr int CHUNK = 64;  // output features that are multiplied at once
-constexpr int M = 6;       // rows at once
+constexpr int ROWS_AT_ONCE = 6;
 constexpr bool WIDE = LANES == 16;  // 32 registers for sums and operands instead of 16
 
-// How many tiles of LANES features, and inputs of them, are used at once. Up to FEW rows, weights that come from memory
-// are what takes time, so others are prefetched meanwhile; up to FEWEST, they are not even stored in packed form.
+// Block of weights that is packed at once: tiles of LANES features, and their inputs. Up to FEW rows, products wait for
+// memory, so the next block is prefetched. Up to FEWEST rows, tiles stay in registers and are not stored.
 struct Size { int tiles; int64_t inputs; };
 constexpr Size MANY_ROWS = {WIDE ? 4 : 2, 2048}, FEW_ROWS = {2, 128}, FEWEST_ROWS = {WIDE ? 1 : 2, 128};
 constexpr int FEW = 48, FEWEST = WIDE ? 8 : 6;
@@ -74,7 +74,7 @@ inline void pack_tile(const T* weight, int64_t row, Input<T>* to) {
 }
 
 // Packs weights, rows `row` elements apart, as tiles (count, LANES) of LANES features each, with zeros for what is
-// beyond the number of features or inputs. count: a multiple of STRIP. next: weights to prefetch meanwhile, or null.
+// beyond the number of features or inputs. count: a multiple of STEP. next: weights to prefetch meanwhile, or null.
 template <class T>
 void pack(const T* weight, int64_t row, int tiles, int features, int64_t inputs, int64_t count, const T* next,
           Input<T>* to) {
@@ -88,7 +88,7 @@ void pack(const T* weight, int64_t row, int tiles, int features, int64_t inputs,
         pack_tile(weight + k, row, to + k * LANES);
       }
     for (; k < count; k += STEP<T>) {
-      T rest[LANES * STEP<T>] = {};
+      alignas(64) T rest[LANES * STEP<T>] = {};
       for (int i = 0; i < std::min(LANES, features - f) && k < inputs; i++)
         std::copy_n(weight + i * row + k, std::min<int64_t>(STEP<T>, inputs - k), rest + i * STEP<T>);
       pack_tile(rest, STEP<T>, to + k * LANES);
@@ -198,9 +198,9 @@ void product(int rows, const Input<T>* x, int64_t x_row, const T* weight, int fe
       const int64_t count = std::min(size.inputs, x_row - k);
       const T* then = k + count < inputs ? weight + k + count : following;
       pack(weight + k, inputs, size.tiles, features - f, inputs - k, count, rows <= FEW ? then : nullptr, tiles);
-      for (int first = 0, times = (rows + M - 1) / M, some; times; times--, first += some) {  // about as many each time
-        some = (rows - first + times - 1) / times;
-        with_constant<M>(some, [&](auto r) {
+      for (int first = 0, times = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, some; times; times--, first += some) {
+        some = (rows - first + times - 1) / times;  // about as many each time
+        with_constant<ROWS_AT_ONCE>(some, [&](auto r) {
           auto function = multiply<T, MANY_ROWS.tiles, r>;
           if (size.tiles == 1) function = multiply<T, 1, r>;
           if (size.tiles == 2) function = multiply<T, 2, r>;
