@@ -24,6 +24,7 @@ from .tables import (
     provenance_note,
     record,
     table,
+    without_interval,
 )
 
 Result = Mapping[str, Any]  # of a benchmark, as its JSON file holds it
@@ -819,8 +820,9 @@ def retrieval(result: Result) -> Any:
                 continue
             cells = [""] * 7
             if row is not None:
-                cells = [format_estimate(row["f1"], 100), format_estimate(row["f1 over no reuse"], 100, sign=True)]
-                cells += [format_estimate(row["exact"], 100), format_estimate(row["right"], 100)]
+                keys, few = ("f1", "f1 over no reuse", "exact", "right"), row["pools"] < retrieval_benchmark.MIN_POOLS
+                values = {key: without_interval(row[key]) if few else row[key] for key in keys}
+                cells = [format_row(values[key], 100, sign=" over " in key) for key in keys]
                 cells += [f"{100 * row['same']['value']:.0f}", f"{row['computed']['value']:.0f}", str(row["n"])]
             if side == retrieval_benchmark.NO_REUSE:
                 cells[5] = ""
@@ -857,7 +859,10 @@ def _encoding_times(title: str, times: Mapping[tuple[str, str | None], Result]) 
 
 def _widths(title: str, rows: Mapping[str, Result], times: Mapping[tuple[str, str | None], Result]) -> str:
     """Return which sides are within one point of F1 of no reuse by the interval, or that intervals are too wide."""
-    over = {side: row["f1 over no reuse"] for side, row in rows.items() if side != retrieval_benchmark.NO_REUSE}
+    others = {side: row for side, row in rows.items() if side != retrieval_benchmark.NO_REUSE}
+    over = {
+        side: row["f1 over no reuse"] for side, row in others.items() if row["pools"] >= retrieval_benchmark.MIN_POOLS
+    }
     ratios = {side: times.get((f"{title}: first token, {side}", retrieval_benchmark.PLAIN)) for side in over}
     early = {side: gap for side, gap in over.items() if (ratio := ratios[side]) and ratio["low"] >= 2}
     begin = f"{_retrieval_title(title)}: within one point of F1 of no reuse by the interval"

@@ -71,6 +71,7 @@ SETS = {
 }
 PASSAGES = (10, 20)  # of a pool
 NUM_QUESTIONS = 4  # of a pool
+MIN_POOLS = 3  # fewer have no interval
 SYSTEM = "You answer questions about documents."
 INSTRUCTION = "Answer the question with a few words of the documents."
 MAX_TOKENS = 32
@@ -648,7 +649,8 @@ def _draw(title: str, rows: Mapping[str, Any], times: Mapping[str, float | None]
         return Curve(label, points, notes, **look)
 
     def measured(*sides: str) -> list[str]:
-        return [side for side in sides if times.get(side) and (side in rows or side in EXACT)]
+        """Return the sides with times and answers, of as many pools as intervals need."""
+        return [s for s in sides if times.get(s) and (s in EXACT or (s in rows and rows[s]["pools"] >= MIN_POOLS))]
 
     panels: dict[str, list[Curve]] = {"Choreograph": [], "vLLM": []}
     for number, strategy in enumerate(DRAWN):  # the table has all strategies

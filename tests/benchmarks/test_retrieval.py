@@ -112,6 +112,7 @@ def arguments(talker, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(retrieval, "TIMED_TOKENS", 2)
     monkeypatch.setattr(retrieval, "VLLM", FakeVLLM)
     monkeypatch.setattr(retrieval, "load", lambda model: (talker, "random"))
+    monkeypatch.setattr(retrieval, "provenance", lambda: MADE)
     monkeypatch.setitem(retrieval.ALIGNMENTS, "random", (0.9, 1.0))
 
     def run(part, **options):
@@ -127,6 +128,7 @@ def arguments(talker, folder, tmp_path, monkeypatch):
     return run
 
 
+MADE = {"commit": "this one", "date": "2026-02-02", "hardware": "this machine"}
 QUALITY = {"passages": [6], "limit": 4, "fewer": 2, "connector_every": 1}
 SPEED = {"passages": [6], "minutes": 60, "rounds": 1, "questions": 2}
 
@@ -138,7 +140,7 @@ def test_quality_goes_on_where_it_stopped_and_pairs_all_sides(arguments, tmp_pat
     rows = {row["side"]: row for row in part["rows"]}
     assert set(rows) == set(retrieval.SIDES) - {PREFIX, PLAIN}
     assert {(row["n"], row["pools"]) for row in rows.values()} == {(10, 3)}  # a pool of four and two of three
-    assert result["model"] == "random" and part["made"] == [common.provenance()]
+    assert result["model"] == "random" and part["made"] == [MADE]
     assert rows[NO_REUSE]["f1 over no reuse"]["value"] == 0 and rows[NO_REUSE]["same"]["value"] == 1
     assert (
         rows[REUSE]["computed"]["value"] < rows["first 10%"]["computed"]["value"] < rows[NO_REUSE]["computed"]["value"]
