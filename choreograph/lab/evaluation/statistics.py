@@ -6,6 +6,7 @@ units, such as two pairs with a common question, intervals resample the units.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ def difference(after: Sequence[float], before: Sequence[float], units: Units = (
     return replace(pairs, value=value, low=min(pairs.low, value), high=max(pairs.high, value), n=len(new))
 
 
+@cache  # tables ask for the same counts again, and each takes a second
 def matched_pairs(gained: int, lost: int, n: int) -> Estimate:
     """Estimate (gained - lost) / n of matched pairs, with McNemar's p.
 
