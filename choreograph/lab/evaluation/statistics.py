@@ -64,7 +64,7 @@ def difference(after: Sequence[float], before: Sequence[float], units: Units = (
     return replace(pairs, value=value, low=min(pairs.low, value), high=max(pairs.high, value), n=len(new))
 
 
-@cache  # tables ask for the same counts again, and each takes a second
+@cache  # tables ask for the same counts again, and a grid of quantiles is slow
 def matched_pairs(gained: int, lost: int, n: int) -> Estimate:
     """Estimate (gained - lost) / n of matched pairs, with McNemar's p.
 

@@ -189,15 +189,15 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   In* prepared = copies ? buffer.reserve(rows * padded) : nullptr;
   int64_t height = std::max<int64_t>(ROWS_AT_ONCE, ROWS_BYTES / (std::min(padded, MANY_ROWS.inputs) * sizeof(In)));
 #if HAS_AMX && HAS_DOTS
-  bool uses_tiles = std::is_same<T, bf16>::value && in % 32 == 0 && has_amx();
+  bool uses_amx = std::is_same<T, bf16>::value && in % 32 == 0 && has_amx();
   static thread_local Buffer<bf16> tiles_buffer;
-  bf16* tiles = uses_tiles ? tiles_buffer.reserve(amx_packed_size(rows, in)) : nullptr;
-  bool packs_weights = uses_tiles && rows > AMX_FEW;
-  if (uses_tiles) height = std::max<int64_t>(AMX_FEW, AMX_ROWS_BYTES / (in * sizeof(In)));
+  bf16* tiles = uses_amx ? tiles_buffer.reserve(amx_packed_size(rows, in)) : nullptr;
+  bool packs_weights = uses_amx && rows > AMX_FEW;
+  if (uses_amx) height = std::max<int64_t>(AMX_FEW, AMX_ROWS_BYTES / (in * sizeof(In)));
 #else
-  constexpr bool uses_tiles = false, packs_weights = false;
+  constexpr bool uses_amx = false, packs_weights = false;
 #endif
-  if (!uses_tiles && rows <= FEW) height = rows;  // weights are read once
+  if (!uses_amx && rows <= FEW) height = rows;  // weights are read once
   int64_t blocks = (rows + height - 1) / height;
   height = (rows + blocks - 1) / blocks;
   if (packs_weights) {
@@ -206,7 +206,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   }
   int64_t items = blocks * chunks;
   int64_t group = packs_weights ? 32 : height;  // rows until bias, gate and residual are applied
-  bool in_order = uses_tiles ? !packs_weights : rows <= FEW;  // weights in the order of memory
+  bool in_order = uses_amx ? !packs_weights : rows <= FEW;  // weights in the order of memory
   int64_t share = std::max<int64_t>(1, in_order ? (items + threads - 1) / threads : items / (32 * threads));
 #pragma omp parallel num_threads(threads)
   {
@@ -219,7 +219,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
     }
     const In* from = copies ? prepared : (const In*)x;
 #if HAS_AMX && HAS_DOTS
-    if (uses_tiles) {
+    if (uses_amx) {
       enter_amx();
 #pragma omp for schedule(static)
       for (int64_t r = 0; r < rows; r += 16)
@@ -230,7 +230,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
     float* tile = sums_buffer.reserve(group * CHUNK);
     float* gate = mode == PLAIN ? nullptr : gate_buffer.reserve(group * CHUNK);
     static thread_local Buffer<In> weights_buffer;
-    In* packed = weights_buffer.reserve(uses_tiles ? 2 * CHUNK * in : tiles_size(padded));
+    In* packed = weights_buffer.reserve(uses_amx ? 2 * CHUNK * in : tiles_size(padded));
 #pragma omp for schedule(dynamic, share)
     for (int64_t item = 0; item < items; item++) {
       int64_t first = item / chunks * height, end = std::min(rows, first + height), chunk = item % chunks, start = 0;
@@ -261,9 +261,9 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
           if (packs_weights)
             amx_product_of_packed(tiles + r0 * in, count, (const bf16*)packed + (to == gate ? CHUNK * in : 0), width,
                                   in, to, CHUNK);
-          else if (uses_tiles && width >= 16)
+          else if (uses_amx && width >= 16)
             amx_product(tiles, count, in, (const bf16*)weight, in, width, (const bf16*)ahead, to, CHUNK);
-          else if (uses_tiles) {  // a tile of features, zeros beyond the last
+          else if (uses_amx) {  // a tile of features, zeros beyond the last
             memcpy(packed, weight, width * in * sizeof(T));
             memset(packed + width * in, 0, (16 - width) * in * sizeof(T));
             amx_product(tiles, count, in, (const bf16*)packed, in, 16, (const bf16*)ahead, to, CHUNK);
@@ -302,7 +302,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
         }
       }
     }
-    if (uses_tiles) leave_amx();
+    if (uses_amx) leave_amx();
   }
 }
 

@@ -28,11 +28,11 @@ struct Size { int tiles; int64_t inputs; };
 constexpr Size MANY_ROWS = {WIDE ? 4 : 2, 2048}, FEW_ROWS = {2, 128}, FEWEST_ROWS = {WIDE ? 1 : 2, 128};
 constexpr int FEW = 48, FEWEST = WIDE ? 8 : 6;
 
-// How weights of type T are multiplied. Input: of prepared rows. EACH: inputs in an element of a packed tile.
+// How weights of type T are multiplied. Input: type of prepared rows. PER_LANE: inputs that one operation adds in a lane.
 template <class T>
 struct Products {
   typedef float Input;
-  static constexpr int EACH = 1;
+  static constexpr int PER_LANE = 1;
   static vec weight(const float* w) { return hold(load(w)); }
   static vec input(const float* x) { return hold(splat(*x)); }
   static vec add(vec sum, vec x, vec w) { return sum + x * w; }
@@ -41,18 +41,19 @@ struct Products {
 template <>
 struct Products<bf16> {
   typedef bf16 Input;
-  static constexpr int EACH = 2;
+  static constexpr int PER_LANE = 2;
   static ivec weight(const bf16* w) { return hold(load_pairs(w)); }
   static ivec input(const bf16* x) { return hold(splat_pair(x)); }
   static vec add(vec sum, ivec x, ivec w) { return dot(sum, x, w); }
 };
 #endif
 template <class T> using Input = typename Products<T>::Input;
+template <class T> constexpr bool WIDENS = std::is_same<T, bf16>::value && std::is_same<Input<T>, float>::value;
 
 // Row i of a packed tile, from 32 bits of LANES features each: as they are, or two numbers that are widened.
 template <class T>
 inline void store_packed(Input<T>* to, int i, vec x) {
-  if constexpr (std::is_same<T, bf16>::value && std::is_same<Input<T>, float>::value) {
+  if constexpr (WIDENS<T>) {
     store(to + i * 2 * LANES, (vec)((ivec)x << 16));
     store(to + (i * 2 + 1) * LANES, (vec)((ivec)x & -65536));
   } else {
@@ -104,12 +105,12 @@ inline void add_products(const Input<T>* x, int64_t x_row, const vec* tile, vec*
   for (int i = 0; i < LANES; i++)
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const Input<T>* from = x + r * x_row + i * P::EACH;
-      if constexpr (std::is_same<T, float>::value) sum[r] = P::add(sum[r], P::input(from), tile[i]);
-      else if constexpr (P::EACH == 2) sum[r] = P::add(sum[r], P::input(from), (ivec)tile[i]);
-      else {
-        sum[r] = P::add(sum[r], P::input(from + i), (vec)((ivec)tile[i] << 16));
-        sum[r] = P::add(sum[r], P::input(from + i + 1), (vec)((ivec)tile[i] & -65536));
+      const Input<T>* from = x + r * x_row + i * (STEP<T> / LANES);
+      if constexpr (WIDENS<T>) {
+        sum[r] = P::add(sum[r], P::input(from), (vec)((ivec)tile[i] << 16));
+        sum[r] = P::add(sum[r], P::input(from + 1), (vec)((ivec)tile[i] & -65536));
+      } else {
+        sum[r] = P::add(sum[r], P::input(from), (decltype(P::weight(x)))tile[i]);
       }
     }
 }
@@ -150,7 +151,7 @@ __attribute__((noinline)) void multiply(const Input<T>* x, int64_t x_row, const 
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) sum[r][c] = add ? load(to + r * CHUNK + c * LANES) : vec{};
-  for (int64_t k = 0; k < count; k += P::EACH) {
+  for (int64_t k = 0; k < count; k += P::PER_LANE) {
     decltype(P::weight(tiles)) w[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) w[c] = P::weight(tiles + (c * count + k) * LANES);
