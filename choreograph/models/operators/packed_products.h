@@ -28,7 +28,7 @@ struct Size { int tiles; int64_t inputs; };
 constexpr Size MANY_ROWS = {WIDE ? 4 : 2, 2048}, FEW_ROWS = {2, 128}, FEWEST_ROWS = {WIDE ? 1 : 2, 128};
 constexpr int FEW = 48, FEWEST = WIDE ? 8 : 6;
 
-// How weights of type T are multiplied. Input: type of prepared rows. PER_LANE: inputs that one operation adds in a lane.
+// How weights of type T are multiplied. Input: of prepared rows. PER_LANE: inputs that one operation adds in a lane.
 template <class T>
 struct Products {
   typedef float Input;
