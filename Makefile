@@ -1,4 +1,4 @@
-# make setup | demo | serve | test | test-all | test-isa | test-vllm | check | style | docs | release-check | bench NAME=... [ARGS=...]
+# make setup | demo | serve | test | test-all | test-isa | test-vllm | check | style | docs | release-check | bench NAME=... [ARGS=...] | torture [ARGS=...]
 # Everything runs inside .venv, test-vllm inside .venv-vllm.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup demo serve test test-isa test-vllm test-all test-slow check style format docs bench wheel release-check clean
+.PHONY: setup demo serve test test-isa test-vllm test-all test-slow check style format docs bench torture wheel release-check clean
 
 setup: $(READY)
 
@@ -72,6 +72,10 @@ $(BENCH_READY): $(READY)
 bench: $(BENCH_READY)
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=...   one of:"; ls benchmarks/*.py benchmarks/*/__main__.py | sed 's|benchmarks/||;s|/__main__||;s|\.py||' | grep -v '^common\|^_'; exit 2; }
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
+
+# Campaigns that try to break what docs/reliability.md promises; ARGS="pairs tenants --seconds 600 --seed 7" chooses.
+torture: $(BENCH_READY)
+	$(BIN)/python -m benchmarks.torture $(ARGS)
 
 $(DOCS_READY): $(READY)
 	$(PIP) install -q -c constraints.txt -e '.[docs]'

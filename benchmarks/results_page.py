@@ -26,6 +26,7 @@ from .tables import (
     table,
     without_interval,
 )
+from .torture.campaign import CAMPAIGNS
 
 Result = Mapping[str, Any]  # of a benchmark, as its JSON file holds it
 
@@ -36,7 +37,7 @@ PAGES = (
     SUMMARY_PAGE,
     *(
         SUMMARY_PAGE.with_name(f"{name}.md")
-        for name in ("benchmarks", "scale", "explain", "vllm", "repair", "quality", "server", "concepts")
+        for name in ("benchmarks", "scale", "explain", "vllm", "repair", "quality", "server", "concepts", "reliability")
     ),
     *(DETAILS / f"{name}.md" for name in DETAIL_NAMES),
 )
@@ -896,6 +897,19 @@ def vllm(result: Result) -> Any:
             cells = [format_estimate(ratio, places=2) for ratio in ratios]
             lines.append([program, measure, f"{plain['value']:.3g} s", *cells, goal])
     return ["workload", "", "plain vLLM", *sides, "goal of the connector"], lines
+
+
+@table("torture", "torture", provenance=False)
+def torture(result: Result) -> Any:
+    """Campaigns of `benchmarks/torture/`, and below the table each promise that one found broken."""
+    lines, lost = [], []
+    for name, tried in CAMPAIGNS.items():
+        if run := result["runs"].get(name):
+            count = f"**{len(run['lost'])}**" if run["lost"] else "0"
+            numbers = [f"{run[key]:,}" for key in ("inputs", "faults")]
+            lines.append([f"`{name}`", tried, *numbers, count, run["commit"], run["date"]])
+            lost += [f"- `{name}`: {line.splitlines()[0]}" for line in run["lost"]]
+    return "campaign | what is tried | inputs | faults | lost | commit | date", lines, "\n".join(lost)
 
 
 if __name__ == "__main__":

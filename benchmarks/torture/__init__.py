@@ -1,0 +1,1 @@
+"""Campaigns that try to break the promises of the package: `python -m benchmarks.torture`."""

@@ -1,0 +1,69 @@
+"""What every campaign shares: its options, its outcome, and what is counted while it runs."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+# What each campaign tries, by the name of its module; `docs/reliability.md` lists them in this order.
+CAMPAIGNS: Mapping[str, str] = {
+    "soak": "mixed work at full load through the server and in process",
+    "faults": "failures of disks, memory, transfers, models, callbacks, signals and clocks",
+    "ray_faults": "failures of replicas, gateways and nodes on Ray",
+    "files": "damaged and hostile files of every format",
+    "tenants": "one tenant that tries to see or to time the work of another",
+    "pairs": "all pairs of features against the plain engine, bit for bit",
+    "determinism": "each line of the table of determinism",
+    "supply_chain": "versions, licences, wheels and pickles of dependencies",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time and seed of a campaign."""
+
+    seconds: float  # after which no new input is tried
+    seed: int  # of everything that is drawn
+
+    def rounds(self) -> Iterator[int]:
+        """Yield 0, 1, 2, ... until the time has passed; at least one."""
+        deadline, index = time.monotonic() + self.seconds, 0
+        while index == 0 or time.monotonic() < deadline:
+            yield index
+            index += 1
+
+    def draws(self, index: int) -> random.Random:
+        """Return the generator of an input, which depends on the seed and the index alone."""
+        return random.Random(f"{self.seed} {index}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a campaign tried and found."""
+
+    inputs: int  # inputs tried: requests, files, cases or trials
+    faults: int  # faults injected
+    lost: tuple[str, ...]  # a line for each broken promise, with the seed and index that reproduce it
+    details: Mapping[str, object] = field(default_factory=dict)  # further results that JSON can hold
+
+
+@dataclass
+class Tally:
+    """What a running campaign has counted."""
+
+    options: Options
+    inputs: int = 0
+    faults: int = 0
+    lost: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)  # of kinds of inputs, faults or results, by name
+    details: dict[str, object] = field(default_factory=dict)
+
+    def lose(self, index: int, what: str) -> None:
+        """Note a broken promise of the input with this index."""
+        self.lost.append(f"seed {self.options.seed}, index {index}: {what}")
+
+    def outcome(self) -> Outcome:
+        """Return what was counted so far."""
+        counts = {"counts": dict(sorted(self.counts.items()))} if self.counts else {}
+        return Outcome(self.inputs, self.faults, tuple(self.lost), {**counts, **self.details})
