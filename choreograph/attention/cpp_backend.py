@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .int8_rows import SCALE_BYTES
-from .metadata import AttentionCall
+from .metadata import AttentionCall, AttentionMetadata, AttentionSpec
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 
@@ -122,6 +122,7 @@ class CppBackend:
         self._kernel = library.choreograph_attend
         self._kernel.argtypes = (_POINTER, ctypes.c_float, *(_POINTER, _LONG, _LONG) * 3, *(_POINTER,) * 4)
         self._kernel.restype = None
+        self.address = ctypes.cast(self._kernel, _POINTER).value
 
     def __call__(self, call: AttentionCall) -> Float[Tensor, "N H D"]:
         """Write the batch's keys and values into their slots, then compute attention."""
@@ -137,9 +138,8 @@ class CppBackend:
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         sinks = None if call.sinks is None else call.sinks.detach().float().contiguous()
-        plan = call.metadata.cache.get(f"native {id(call.spec)}") or _cache_c_metadata(call)
         self._kernel(
-            cast(tuple[int], plan)[0],
+            metadata_address(call.metadata, call.spec, num_heads, keys.shape[1]),
             call.scale,
             *(query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2]),
             *(value.data_ptr(), *value.stride()[:2], keys.data_ptr(), values.data_ptr(), out.data_ptr()),
@@ -148,13 +148,18 @@ class CppBackend:
         return out[:num_tokens]
 
 
-def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
-    """Build the kernel's C struct and cache it in the metadata.
+def metadata_address(metadata: AttentionMetadata, spec: AttentionSpec, num_heads: int, num_kv_heads: int) -> int:
+    """Return the address of the kernel's C struct, which is built once and lives as long as `metadata`."""
+    key = f"native {id(spec)}"
+    if key not in metadata.cache:
+        metadata.cache[key] = _c_metadata(metadata, spec, num_heads, num_kv_heads)
+    return cast(tuple[int], metadata.cache[key])[0]
 
-    Returns the address of the struct and the objects that must live as long as the struct.
-    """
-    spec, rope, aligned = call.spec, call.spec.rope, call.metadata.with_aligned_rows()
-    metadata = call.metadata if aligned is None else aligned.metadata
+
+def _c_metadata(own: AttentionMetadata, spec: AttentionSpec, num_heads: int, num_kv_heads: int) -> tuple[int, object]:
+    """Return the address of the kernel's C struct, and the objects that must live as long as it."""
+    rope, aligned = spec.rope, own.with_aligned_rows()
+    metadata = own if aligned is None else aligned.metadata
     cos, sin = metadata.rope_tables(rope)
     slopes = None if spec.alibi_slopes is None else np.array(spec.alibi_slopes, dtype=np.float32)
     struct = _CMetadata(
@@ -168,10 +173,10 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
         token_of=None if aligned is None else aligned.token_of.ctypes.data,
         temperatures=None if aligned is None else aligned.temperatures.ctypes.data,
         log_scales=None if aligned is None else aligned.log_scales.ctypes.data,
-        tokens=call.metadata.num_tokens,
+        tokens=own.num_tokens,
         rows=metadata.num_tokens,
-        heads=len(call.query),
-        groups=call.keys.shape[1],
+        heads=num_heads,
+        groups=num_kv_heads,
         segment_count=len(metadata.kv_runs),
         reader_count=len(metadata.reads),
         half=cos.shape[1],
@@ -180,9 +185,7 @@ def _cache_c_metadata(call: AttentionCall) -> tuple[int, object]:
         window=spec.sliding_window or 0,
         softcap=spec.logit_softcap or 0.0,
     )
-    result = ctypes.addressof(struct), (struct, slopes, spec, aligned)
-    call.metadata.cache[f"native {id(spec)}"] = result
-    return result
+    return ctypes.addressof(struct), (struct, slopes, spec, aligned)
 
 
 def build(

@@ -224,16 +224,20 @@ class HFModel:
             self.ensure_not_training()
         lora = self.lora_rows(models) if self.adapters else nullcontext(False)
         autocast = torch.autocast(self.model_info.device.type, enabled=False)
-        with self.attention_hook(), self._fast_layers(), autocast, lora as has_adapters, allow_sigint():
+        with self.attention_hook(), lora as has_adapters, autocast, allow_sigint():
             if self.compiled is not None and not has_adapters and not forward_context.saved_hidden:
                 logits = self.compiled(tokens, positions, forward_context, logits_indices)
                 if logits is not None:
                     return logits
-            return self.logits(tokens, positions, forward_context, logits_indices).float()
+            step = None if has_adapters else forward_context
+            with self._fast_layers(step, len(tokens)):
+                return self.logits(tokens, positions, forward_context, logits_indices).float()
 
-    def _fast_layers(self) -> AbstractContextManager[None]:
-        """Run operators in place of layers inside the block, if there are any."""
-        result: AbstractContextManager[None] = nullcontext() if self.operators is None else self.operators.applied()
+    def _fast_layers(self, step: ForwardContext | None = None, num_rows: int = 0) -> AbstractContextManager[None]:
+        """Run operators in place of layers inside the block, if there are any; see `ModelOperators.applied`."""
+        if self.operators is None:
+            return nullcontext()
+        result: AbstractContextManager[None] = self.operators.applied(step, num_rows)
         return result
 
     def prepare_graph(self, forward_context: ForwardContext) -> None:

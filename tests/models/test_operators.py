@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from choreograph import Engine, EngineConfig, SamplingParams
 from choreograph.models.hf_model import HFModel
-from choreograph.models.operators import library
+from choreograph.models.operators import layer_stack, library
 from choreograph.models.operators.decoder_layer import FAMILIES
 from choreograph.models.operators.library import GELU, PLAIN, SILU, LinearOperator, NormOperator
 from choreograph.models.operators.model_operators import ModelOperators, TokenMixer, create_operators
@@ -161,6 +161,44 @@ def test_the_operators_of_a_family_are_its_modules(name, dtype, caplog):
     if dtype == torch.float32:
         torch.testing.assert_close(result.log_softmax(-1), expected.log_softmax(-1), atol=1e-5, rtol=1e-5)
     assert not any("forward" in vars(module) for module in hf_model.model.modules())
+
+
+def logprobs_of_a_conversation(engine):
+    """Log-probabilities of a reply to two reordered messages, one of them read from elsewhere."""
+    sampling = SamplingParams(temperature=0, max_tokens=5, logprobs=3)
+    with engine.session() as session:
+        first, second = session.prefill([7, 8, 9] * 5), session.prefill([3, 1, 4] * 7)
+        both = session.decode([1, 2], parents=[second, first], sampling=sampling)
+        later = session.decode([5], parents=[first], new_offset=40, sampling=sampling)
+        return [(answer.output_token_ids, answer.logprobs) for answer in (both, later)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", COVERED)
+def test_all_layers_in_one_call_are_the_layers_one_by_one(name, dtype, monkeypatch):
+    counts = []
+    call = layer_stack.LayerStack.__call__
+    monkeypatch.setattr(layer_stack.LayerStack, "__call__", lambda *args, **kw: counts.append(1) or call(*args, **kw))
+    results = []
+    for max_rows in (256, 0):
+        monkeypatch.setattr(layer_stack, "MAX_ROWS", max_rows)
+        engine = Engine.from_pretrained(random_model(name, dtype), config=EngineConfig(backend="native"))
+        results.append((logprobs_of_a_conversation(engine), bool(counts)))
+        counts.clear()
+    (stacked, used), (single, unused) = results
+    assert used and not unused
+    assert stacked == single
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_on_layers_are_called(kind):
+    model = random_model("llama")
+    engine = Engine.from_pretrained(model)
+    expected = logprobs_of_a_conversation(engine)
+    calls = []
+    getattr(model.model.layers[1], kind)(lambda *args: calls.append(1))
+    engine.clear_cache()
+    assert logprobs_of_a_conversation(engine) == expected and calls
 
 
 def test_a_layer_that_computes_something_else_keeps_its_own_path(caplog):

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
+from ...attention.metadata import HeadShape
 from ..kernels.int4_linear import Int4Linear, is_kernel_available
 from ..lora import LoraManager
 from .int4_operator import Int4Operator
@@ -102,25 +103,26 @@ class LayerOperators:
         self._down = project(mlp, "mlp", "down_proj", ())
         self._projections = self._qkv, self._output, self._gated, self._down
         self._lora, self._paths = lora, [name for projection in self._projections for name in projection.paths]
-        self._layer_index, self._scale, head_dim = (
+        self.layer_index, self._scale, head_dim = (
             _part(attention, name) for name in ("layer_idx", "scaling", "head_dim")
         )
         num_heads = self._output.fused.in_features // head_dim
         num_kv_heads = (self._qkv.fused.features // head_dim - num_heads) // 2
         self._head_counts = num_heads, num_kv_heads, num_kv_heads  # of queries, keys and values
+        self.head_shape = HeadShape(num_heads, num_kv_heads, head_dim)
         head_norms = [
             recognize_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)
         ]
         if head_norms and any(len(getattr(attention, name).weight) != head_dim for name in ("q_norm", "k_norm")):
             raise UnrecognizedLayerError("its query and key norms are not of single heads")
-        self._norms, self._kernels = [*norms, *head_norms], norms[0].kernels
-        self._struct = Layer(
+        self._norms, self.kernels = [*norms, *head_norms], norms[0].kernels
+        self.struct = Layer(
             *(projection.fused.address for projection in self._projections),
             *((norms[1].address, norms[3].address) if is_gemma else (None, None)),
             *([norm.address for norm in head_norms] or (None, None)),
-            *(num_heads, num_kv_heads, head_dim),
+            *(num_heads, num_kv_heads, head_dim, self._scale),
         )
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self.struct)
         self.refresh()
 
     def refresh(self) -> None:
@@ -128,7 +130,7 @@ class LayerOperators:
         operators: list[Projection | NormOperator] = [*self._projections, *self._norms]
         for operator in operators:
             operator.refresh()
-        self._max_rows = min(projection.fused.max_rows for projection in self._projections)
+        self.max_rows = min(projection.fused.max_rows for projection in self._projections)
 
     def __call__(
         self, hidden_states: Float[Tensor, "1 N E"], *, position_embeddings: tuple[Tensor, Tensor], step: Any, **_: Any
@@ -137,21 +139,21 @@ class LayerOperators:
         hidden, rows, threads = hidden_states.contiguous(), hidden_states.shape[1], torch.get_num_threads()
         cos, sin = (part.contiguous() for part in position_embeddings)
         rotation = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
-        is_fused = rows <= self._max_rows and (self._lora is None or not self._lora.changes_any(self._paths))
+        is_fused = rows <= self.max_rows and (self._lora is None or not self._lora.changes_any(self._paths))
         if is_fused:
             joint = hidden.new_empty(1, rows, self._qkv.fused.features)
-            self._kernels.before_attention(self._address, hidden.data_ptr(), rows, *rotation, joint.data_ptr(), threads)
+            self.kernels.before_attention(self.address, hidden.data_ptr(), rows, *rotation, joint.data_ptr(), threads)
         else:
             joint = self._qkv(hidden)
-            self._kernels.rotate(self._address, joint.data_ptr(), rows, *rotation, threads)
-        by_head = joint.view(1, rows, -1, self._struct.head_dim).transpose(1, 2)
+            self.kernels.rotate(self.address, joint.data_ptr(), rows, *rotation, threads)
+        by_head = joint.view(1, rows, -1, self.struct.head_dim).transpose(1, 2)
         query, key, value = by_head.split_with_sizes(self._head_counts, 1)
-        attended = step.attend(self._layer_index, query, key, value, self._scale, None).flatten(2)
+        attended = step.attend(self.layer_index, query, key, value, self._scale, None).flatten(2)
         if not is_fused:
             return self._finish(attended, hidden)
         attended, out = attended.contiguous(), torch.empty_like(hidden)
-        self._kernels.after_attention(
-            self._address, attended.data_ptr(), hidden.data_ptr(), rows, out.data_ptr(), threads
+        self.kernels.after_attention(
+            self.address, attended.data_ptr(), hidden.data_ptr(), rows, out.data_ptr(), threads
         )
         return out
 

@@ -29,6 +29,7 @@ _ARGUMENTS = {  # as in operators.cpp
     "rotate": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG),
     "before_attention": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG),
     "after_attention": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG),
+    "layers": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG),
 }
 
 
@@ -55,12 +56,23 @@ class _Linear(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Decoder layer (C++ `Layer`): addresses of its operators, numbers of heads and their size."""
+    """Decoder layer (C++ `Layer`): addresses of its operators, numbers of heads, their size, scale of scores."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "output", "gated", "down")),
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
         *((name, _LONG) for name in ("heads", "kv_heads", "head_dim")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class LayerStep(ctypes.Structure):
+    """Inputs of a layer in one step (C++ `LayerStep`)."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("layer", "cos", "sin")),
+        ("rotated", _LONG),
+        *((name, _POINTER) for name in ("plan", "keys", "values")),
     )
 
 
@@ -73,6 +85,7 @@ class Kernels(NamedTuple):
     rotate: Any
     before_attention: Any
     after_attention: Any
+    layers: Any
 
 
 @cache

@@ -23,6 +23,7 @@ from .decoder_layer import (
     check_plain,
     recognize_norm,
 )
+from .layer_stack import LayerStack
 from .library import NormOperator
 
 if TYPE_CHECKING:
@@ -48,9 +49,11 @@ class ModelOperators:
         for module in (*layers.layers, norm, head):
             check_plain(module, hf_model.model_info.dtype)
         paths = {module: path for path, module in model.named_modules()}
+        layer_operators = [LayerOperators(layer, paths[layer], hf_model.lora_manager) for layer in layers.layers]
         self._operators: list[tuple[nn.Module, LayerOperators | NormOperator | Projection]] = [
-            (layer, LayerOperators(layer, paths[layer], hf_model.lora_manager)) for layer in layers.layers
+            *zip(layers.layers, layer_operators, strict=True)
         ]
+        self._layers, self._stack = layers, LayerStack([*layers.layers], layer_operators)
         self._operators.append((norm, recognize_norm(norm)))
         self._operators.append((head, Projection([check_linear(head)], [paths[head]], None)))
         owners = [owner for module, _ in self._operators for owner in module.modules()]
@@ -68,9 +71,17 @@ class ModelOperators:
         self._check(hf_model)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Run the operators in place of their modules inside the block."""
+    def applied(self, step: Any = None, num_rows: int = 0) -> Iterator[None]:
+        """Run the operators in place of their modules inside the block.
+
+        Args:
+            step: forward context of a pass over all layers without adapters, which may take one call.
+            num_rows: tokens of the pass.
+        """
         operators = [] if self._has_changed() else [pair for pair in self._operators if "forward" not in vars(pair[0])]
+        if len(operators) == len(self._operators) and self._stack.start(step, num_rows, self._layers.captured):
+            num_layers = len(self._layers.layers)
+            operators = [*((layer, self._stack) for layer, _ in operators[:num_layers]), *operators[num_layers:]]
         try:
             for module, operator in operators:
                 vars(module)["forward"] = operator

@@ -120,6 +120,23 @@ struct Layer {
   const Norm *attention_norm, *mlp_norm;  // of the outputs of both blocks, or null
   const Norm *query_norm, *key_norm;      // of single heads, or null
   int64_t queries, keys, width;           // heads and their size
+  float scale;                            // of attention scores
+};
+
+// The attention kernel (cpp_kernel.cpp), for elements of type T.
+template <class T>
+using Attend = void(const void* plan, float scale, const T* q, int64_t q_head, int64_t q_row, const T* k, int64_t k_head,
+                    int64_t k_row, const T* v, int64_t v_head, int64_t v_row, void* keys, void* values, T* out,
+                    const float* sinks);
+
+// Inputs of a layer in one step: rotary tables (rows, rotated), the kernel's metadata, and the KV cache of the layer.
+// Mirrors `LayerStep`.
+struct LayerStep {
+  const Layer* layer;
+  const void *cos, *sin;
+  int64_t rotated;
+  const void* plan;
+  void *keys, *values;
 };
 
 namespace {
@@ -333,7 +350,7 @@ void before_attention(const Layer& of, const T* x, int64_t rows, const T* cos, c
   rotate(of, out, rows, cos, sin, rotated, threads);
 }
 
-// What follows attention; `x` is the input of the layer.
+// What follows attention; `x` is the input of the layer, and may be `out`.
 template <class T>
 void after_attention(const Layer& of, const T* attended, const T* x, int64_t rows, T* out, int threads) {
   Buffer<T> hidden_buffer, inner_buffer;
@@ -346,6 +363,22 @@ void after_attention(const Layer& of, const T* attended, const T* x, int64_t row
   block(*of.output, of.attention_norm, attended, x, hidden);
   linear<T>(*of.gated, hidden, rows, nullptr, inner, threads);
   block(*of.down, of.mlp_norm, inner, hidden, out);
+}
+
+// Consecutive layers in one call, in place. All have as many heads, and heads of one size.
+template <class T>
+void all_layers(const LayerStep* steps, int64_t count, Attend<T>* attend, T* x, int64_t rows, int threads) {
+  static thread_local Buffer<T> joint_buffer, attended_buffer;  // kept: calls have few rows
+  for (const LayerStep* step = steps; step < steps + count; step++) {
+    const Layer& of = *step->layer;
+    int64_t width = of.width, row = of.qkv->features;
+    T *joint = joint_buffer.reserve(rows * row), *attended = attended_buffer.reserve(rows * of.queries * width);
+    before_attention<T>(of, x, rows, (const T*)step->cos, (const T*)step->sin, step->rotated, joint, threads);
+    const T *keys = joint + of.queries * width, *values = keys + of.keys * width;
+    attend(step->plan, of.scale, joint, width, row, keys, width, row, values, width, row, step->keys, step->values,
+           attended, nullptr);
+    after_attention<T>(of, attended, x, rows, x, threads);
+  }
 }
 
 }  // namespace
@@ -374,6 +407,10 @@ void after_attention(const Layer& of, const T* attended, const T* x, int64_t row
   extern "C" void choreograph_after_attention_##NAME(const Layer* of, const T* attended, const T* x, int64_t rows,    \
                                                      T* out, int64_t threads) {                                       \
     after_attention<T>(*of, attended, x, rows, out, threads);                                                         \
+  }                                                                                                                   \
+  extern "C" void choreograph_layers_##NAME(const LayerStep* steps, int64_t count, Attend<T>* attend, T* x,           \
+                                            int64_t rows, int64_t threads) {                                          \
+    all_layers<T>(steps, count, attend, x, rows, threads);                                                            \
   }
 OPERATORS(float, float)
 OPERATORS(bf16, bf16)
