@@ -25,15 +25,17 @@ extern "C" void product(const bf16* x, int64_t x_row, int rows, int64_t inputs, 
 extern "C" void product_of_packed(const bf16* x, int64_t x_row, int rows, int64_t inputs, const bf16* weight,
                                   int64_t row, int64_t features, float* out, int64_t out_row) {
   std::vector<bf16> packed(amx_packed_size(rows, inputs)), weights(amx_packed_size(features, inputs));
-  std::vector<float> sums(32 * (features + 16));
+  float sums[32 * 32];
   enter_amx();
   for (int first = 0; first < rows; first += 16) amx_pack_rows(x, x_row, rows, inputs, first, packed.data());
   pack<bf16>(weight, row, (features + 15) / 16, features, inputs, inputs, nullptr, weights.data());
-  for (int m = 0; m < rows; m += 32) {
-    int count = std::min(32, rows - m);
-    amx_product_of_packed(packed.data() + m * inputs, count, weights.data(), features, inputs, sums.data(), features + 16);
-    for (int r = 0; r < count; r++) std::copy_n(&sums[r * (features + 16)], features, out + (m + r) * out_row);
-  }
+  for (int m = 0; m < rows; m += 32)
+    for (int f = 0; f < features; f += 32) {
+      int count = std::min(32, rows - m), width = std::min<int>(32, features - f);
+      const bf16* left = &weights[f * inputs];
+      amx_product_of_packed(&packed[m * inputs], count, left, width > 16 ? left + 16 * inputs : nullptr, inputs, sums);
+      for (int r = 0; r < count; r++) std::copy_n(sums + r * 32, width, out + (m + r) * out_row + f);
+    }
   leave_amx();
 }
 """

@@ -24,10 +24,9 @@
 //   void amx_pack_rows(const bf16* x, int64_t row, int64_t rows, int64_t inputs, int64_t first, bf16* packed)
 //     As amx_pack.
 //
-//   void amx_product_of_packed(const bf16* x, int rows, const bf16* weights, int features, int64_t inputs, float* out,
-//                              int64_t out_row)
-//     As amx_product, for 1 to 32 rows, with weights from `pack`. x: from a row on that is a multiple of 32, at
-//     packed + row * inputs. Writes multiples of 16 rows and features.
+//   void amx_product_of_packed(const bf16* x, int rows, const bf16* left, const bf16* right, int64_t inputs, float* out)
+//     Products of 1 to 32 rows with 16 features from `pack`, and 16 others if `right` is not null: out (32, 32). x: from
+//     a row on that is a multiple of 32, at packed + row * inputs. Writes multiples of 16 rows and features.
 //
 // inputs: a multiple of 32. Packed forms are aligned to 64 bytes, for speed. A thread that multiplies has called
 // enter_amx(), and has_amx() is true (cpp_amx.h). The sum of an output depends neither on `rows` nor on how features
@@ -113,36 +112,33 @@ inline void amx_pack_rows(const bf16* x, int64_t row, int64_t rows, int64_t inpu
 
 // 16 * R rows times 16 * C features. Tiles of rows are fetched one step ahead: they stream from the second-level cache.
 template <int R, int C>
-inline void amx_packed_block(const bf16* x, const bf16* weights, int64_t inputs, float* out, int64_t out_row) {
-  const bf16 *lower = x + 16 * inputs, *right = weights + 16 * inputs;
+inline void amx_packed_block(const bf16* x, const bf16* left, const bf16* right, int64_t inputs, float* out) {
+  const bf16* lower = x + 16 * inputs;
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   for (int64_t at = 0; at < 16 * inputs; at += 512) {
     for (int i = 0; i < 512; i += 32) {
       __builtin_prefetch(x + at + 512 + i);
       if (R > 1) __builtin_prefetch(lower + at + 512 + i);
     }
-    _tile_loadd(6, weights + at, 64);
+    _tile_loadd(6, left + at, 64);
     _tile_loadd(4, x + at, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (R > 1) { _tile_loadd(5, lower + at, 64); _tile_dpbf16ps(2, 5, 6); }
     if (C > 1) { _tile_loadd(7, right + at, 64); _tile_dpbf16ps(1, 4, 7); }
     if (R > 1 && C > 1) _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, out, out_row * 4);
-  if (C > 1) _tile_stored(1, out + 16, out_row * 4);
-  if (R > 1) _tile_stored(2, out + 16 * out_row, out_row * 4);
-  if (R > 1 && C > 1) _tile_stored(3, out + 16 * out_row + 16, out_row * 4);
+  _tile_stored(0, out, 128);
+  if (C > 1) _tile_stored(1, out + 16, 128);
+  if (R > 1) _tile_stored(2, out + 512, 128);
+  if (R > 1 && C > 1) _tile_stored(3, out + 528, 128);
 }
 
-inline void amx_product_of_packed(const bf16* x, int rows, const bf16* weights, int features, int64_t inputs,
-                                  float* out, int64_t out_row) {
-  for (int f = 0; f < features; f += 32, weights += 32 * inputs, out += 32) {
-    bool is_wide = features - f > 16;
-    if (rows > 16 && is_wide) amx_packed_block<2, 2>(x, weights, inputs, out, out_row);
-    else if (rows > 16) amx_packed_block<2, 1>(x, weights, inputs, out, out_row);
-    else if (is_wide) amx_packed_block<1, 2>(x, weights, inputs, out, out_row);
-    else amx_packed_block<1, 1>(x, weights, inputs, out, out_row);
-  }
+inline void amx_product_of_packed(const bf16* x, int rows, const bf16* left, const bf16* right, int64_t inputs,
+                                  float* out) {
+  if (rows > 16 && right) amx_packed_block<2, 2>(x, left, right, inputs, out);
+  else if (rows > 16) amx_packed_block<2, 1>(x, left, right, inputs, out);
+  else if (right) amx_packed_block<1, 2>(x, left, right, inputs, out);
+  else amx_packed_block<1, 1>(x, left, right, inputs, out);
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ class LayerStack:
         ):
             return False
         for index, module in enumerate(self._modules):
-            if module._forward_hooks or len(module._forward_pre_hooks) > (index in captured):
+            if module._forward_hooks or len(module._forward_pre_hooks) > (1 if index in captured else 0):
                 return False
         self._rotations.clear()
         return True
@@ -60,7 +60,7 @@ class LayerStack:
         if len(self._rotations) < len(self._layers):
             return hidden_states
         tables = {id(pair): tuple(part.contiguous() for part in pair) for pair in self._rotations}
-        heads, kv_heads, _ = self._layers[0].head_shape
+        heads, kv_heads = self._layers[0].head_shape[:2]
         for index, (layer_step, pair) in enumerate(zip(self._steps, self._rotations, strict=True)):
             cos, sin = tables[id(pair)]
             layer_step.cos, layer_step.sin, layer_step.rotated = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]

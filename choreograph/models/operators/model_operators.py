@@ -78,7 +78,9 @@ class ModelOperators:
             step: forward context of a pass over all layers without adapters, which may take one call.
             num_rows: tokens of the pass.
         """
-        operators = [] if self._has_changed() else [pair for pair in self._operators if "forward" not in vars(pair[0])]
+        operators: list[tuple[nn.Module, Any]] = []
+        if not self._has_changed():
+            operators = [pair for pair in self._operators if "forward" not in vars(pair[0])]
         if len(operators) == len(self._operators) and self._stack.start(step, num_rows, self._layers.captured):
             num_layers = len(self._layers.layers)
             operators = [*((layer, self._stack) for layer, _ in operators[:num_layers]), *operators[num_layers:]]

@@ -29,12 +29,21 @@ struct Buffer {
 template <class T> float rounded(float x) { T y; from_float(x, y); return to_float(y); }
 template <class T> vec rounded(vec x) {  // to nearest, ties to even
   if (std::is_same<T, float>::value) return x;
+#if REGISTER == 16 && defined(__AVX512BF16__)
+  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
+#endif
   uvec bits = (uvec)x;
   bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
   return x != x ? x : (vec)bits;
 }
 inline void put(float* to, vec x) { store(to, x); }
-inline void put(bf16* to, vec x) { store_halves(to, (uvec)rounded<bf16>(x) >> 16); }
+inline void put(bf16* to, vec x) {
+#if REGISTER == 16 && defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+  store_halves(to, (uvec)rounded<bf16>(x) >> 16);
+#endif
+}
 
 // RMS norm. With `adds_one`, the factors are 1 + weight (Gemma); otherwise the normalized row is rounded before it is
 // multiplied (Llama).
@@ -189,6 +198,80 @@ void linear_int4(const Linear& of, const T* x, int64_t rows, const T* residual, 
   for (int64_t i = 0; i < count; i++) from_float(to_float(out[i]) + to_float(residual[i]), out[i]);
 }
 
+// What follows a product: gate or residual, and rounding. sums, gate: rows of `stride` elements. at: of the first output
+// in `out` and `residual`, whose rows have `features` elements.
+template <class T, int MODE, bool ADDS>
+void finish_rows(const float* sums, const float* gate, int stride, int rows, int width, const T* residual, T* out,
+                 int64_t at, int64_t features) {
+  auto result = [&](int n, const T* added) {
+    vec y = load(sums + n);
+    if (MODE != PLAIN) y = rounded<T>(activate(rounded<T>(load(gate + n)), MODE == GELU)) * rounded<T>(y);
+    return ADDS ? rounded<T>(y) + widen(added) : y;
+  };
+  for (int r = 0; r < rows; r++, sums += stride, gate += stride, at += features) {
+    int n = 0;
+    for (; n + LANES <= width; n += LANES) put(out + at + n, result(n, residual + at + n));
+    if (n == width) continue;
+    T rest[LANES] = {};
+    if (ADDS) std::copy_n(residual + at + n, width - n, rest);
+    put(rest, result(n, rest));
+    std::copy_n(rest, width - n, out + at + n);
+  }
+}
+template <class T>
+void finish_rows(int mode, const float* sums, const float* gate, int stride, int rows, int width, const T* residual,
+                 T* out, int64_t at, int64_t features) {
+  auto function = mode == SILU ? finish_rows<T, SILU, false> : mode == GELU ? finish_rows<T, GELU, false>
+                  : residual   ? finish_rows<T, PLAIN, true> : finish_rows<T, PLAIN, false>;
+  function(sums, gate, stride, rows, width, residual, out, at, features);
+}
+
+#if HAS_AMX && HAS_DOTS
+// Part of a thread in products of many rows, packed by amx_pack_rows. A pair of tiles of weights is packed once for a block
+// of rows: 32 output features, or 16 of the gate and those that it multiplies. packed: memory of the thread for them.
+void multiply_many_rows(const Linear& of, const bf16* x, int64_t rows, const bf16* residual, bf16* out, bf16* packed,
+                        int threads) {
+  const int64_t in = of.in;
+  const bool gates = of.mode != PLAIN;
+  const int step = gates ? 16 : 32;  // output features of a pair
+  int64_t pairs = 0, blocks = std::max<int64_t>(1, rows * in * sizeof(bf16) / AMX_ROWS_BYTES);
+  for (int p = 0; p < (gates ? 1 : of.count); p++) pairs += (of.parts[p].features + step - 1) / step;
+  int64_t height = ((rows + blocks - 1) / blocks + 31) / 32 * 32;
+  blocks = (rows + height - 1) / height;
+  int64_t items = blocks * pairs, share = std::max<int64_t>(2, items / (32 * threads) / 2 * 2);
+#pragma omp for schedule(dynamic, share)
+  for (int64_t item = 0; item < items; item++) {
+    const Part* part = of.parts;
+    int64_t first = item / pairs * height, f = item % pairs * step, start = 0;
+    for (; f >= part->features; part++) {
+      f -= (part->features + step - 1) / step * step;
+      start += part->features;
+    }
+    int width = std::min<int64_t>(step, part->features - f);
+    auto pack_tile = [&](const Part& of_tile, int64_t at, bf16* to) {
+      int64_t count = std::min<int64_t>(16, of_tile.features - at);
+      pack<bf16>((const bf16*)of_tile.weight + at * in, in, 1, count, in, in, nullptr, to);
+    };
+    bf16* right = gates || width > 16 ? packed + 16 * in : nullptr;
+    pack_tile(*part, f, packed);
+    if (right) pack_tile(part[gates], gates ? f : f + 16, right);
+    for (int64_t r = first; r < std::min(rows, first + height); r += 32) {
+      alignas(64) float sums[32 * 32];
+      int count = std::min<int64_t>(32, rows - r);
+      amx_product_of_packed(x + r * in, count, packed, right, in, sums);
+      auto add = [&](const void* bias, float* to) {
+        for (int i = 0; bias && i < count; i++)
+          for (int n = 0; n < width; n++) to[i * 32 + n] += to_float(((const bf16*)bias)[f + n]);
+      };
+      add(part->bias, sums);
+      if (gates) add(part[1].bias, sums + 16);
+      finish_rows<bf16>(of.mode, sums + (gates ? 16 : 0), sums, 32, count, width, residual, out, r * of.features + start + f,
+                        of.features);
+    }
+  }
+}
+#endif
+
 template <class T>
 void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* out, int threads) {
   if (rows == 0) return;  // the output layer of a step in which no token is sampled
@@ -210,20 +293,14 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   static thread_local Buffer<bf16> tiles_buffer;
   bf16* tiles = uses_amx ? tiles_buffer.reserve(amx_packed_size(rows, in)) : nullptr;
   bool packs_weights = uses_amx && rows > AMX_FEW;
-  if (uses_amx) height = std::max<int64_t>(AMX_FEW, AMX_ROWS_BYTES / (in * sizeof(In)));
 #else
-  constexpr bool uses_amx = false, packs_weights = false;
+  constexpr bool uses_amx = false;
 #endif
-  if (!uses_amx && rows <= FEW) height = rows;  // weights are read once
+  if (uses_amx || rows <= FEW) height = rows;  // weights are read once
   int64_t blocks = (rows + height - 1) / height;
   height = (rows + blocks - 1) / blocks;
-  if (packs_weights) {
-    height = (height + 31) / 32 * 32;
-    blocks = (rows + height - 1) / height;
-  }
   int64_t items = blocks * chunks;
-  int64_t group = packs_weights ? 32 : height;  // rows until bias, gate and residual are applied
-  bool in_order = uses_amx ? !packs_weights : rows <= FEW;  // weights in the order of memory
+  bool in_order = uses_amx || rows <= FEW;  // weights in the order of memory
   int64_t share = std::max<int64_t>(1, in_order ? (items + threads - 1) / threads : items / (32 * threads));
 #pragma omp parallel num_threads(threads)
   {
@@ -244,10 +321,14 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
     }
 #endif
     static thread_local Buffer<float> sums_buffer, gate_buffer;
-    float* tile = sums_buffer.reserve(group * CHUNK);
-    float* gate = mode == PLAIN ? nullptr : gate_buffer.reserve(group * CHUNK);
+    float* tile = sums_buffer.reserve(height * CHUNK);
+    float* gate = mode == PLAIN ? nullptr : gate_buffer.reserve(height * CHUNK);
     static thread_local Buffer<In> weights_buffer;
-    In* packed = weights_buffer.reserve(uses_amx ? 2 * CHUNK * in : tiles_size(padded));
+    In* packed = weights_buffer.reserve(uses_amx ? 32 * in : tiles_size(padded));
+#if HAS_AMX && HAS_DOTS
+    if (packs_weights) multiply_many_rows(of, tiles, rows, (const bf16*)residual, (bf16*)out, (bf16*)packed, threads);
+    else
+#endif
 #pragma omp for schedule(dynamic, share)
     for (int64_t item = 0; item < items; item++) {
       int64_t first = item / chunks * height, end = std::min(rows, first + height), chunk = item % chunks, start = 0;
@@ -260,25 +341,13 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
       }
       int64_t f0 = chunk * CHUNK;
       int width = std::min<int64_t>(CHUNK, parts[p].features - f0);
-#if HAS_AMX && HAS_DOTS
-      if (packs_weights) {
-        auto pack_part = [&](const Part& part, In* to) {
-          pack<T>((const T*)part.weight + f0 * in, in, (width + 15) / 16, width, in, in, nullptr, to);
-        };
-        pack_part(parts[mode == PLAIN ? p : 1], packed);
-        if (mode != PLAIN) pack_part(parts[0], packed + CHUNK * in);
-      }
-#endif
-      for (int64_t r0 = first; r0 < end; r0 += group) {
-        int count = std::min(group, end - r0);
+      for (int64_t r0 = first; r0 < end; r0 += height) {
+        int count = std::min(height, end - r0);
         auto compute = [&](const Part& part, float* to, const Part& next, int64_t next_f0) {
           const T* weight = (const T*)part.weight + f0 * in;
           const T* ahead = next_f0 < next.features ? (const T*)next.weight + next_f0 * in : nullptr;
 #if HAS_AMX && HAS_DOTS
-          if (packs_weights)
-            amx_product_of_packed(tiles + r0 * in, count, (const bf16*)packed + (to == gate ? CHUNK * in : 0), width,
-                                  in, to, CHUNK);
-          else if (uses_amx && width >= 16)
+          if (uses_amx && width >= 16)
             amx_product(tiles, count, in, (const bf16*)weight, in, width, (const bf16*)ahead, to, CHUNK);
           else if (uses_amx) {  // a tile of features, zeros beyond the last
             memcpy(packed, weight, width * in * sizeof(T));
@@ -292,31 +361,9 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
           for (int r = 0; bias && r < count; r++)
             for (int n = 0; n < width; n++) to[r * CHUNK + n] += to_float(bias[f0 + n]);
         };
-        for (int r = 0; packs_weights && r < count; r++)  // what is read and written after the product
-          for (int n = 0; n < width; n += 64 / sizeof(T)) {
-            int64_t at = (r0 + r) * features + start + f0 + n;
-            __builtin_prefetch(out + at, 1, 2);
-            if (residual) __builtin_prefetch(residual + at, 0, 2);
-          }
         if (mode != PLAIN) compute(parts[0], gate, parts[1], f0);
         compute(parts[mode == PLAIN ? p : 1], tile, parts[mode == PLAIN ? p : 0], f0 + CHUNK);
-        for (int r = 0; r < count; r++) {
-          const float* sums = tile + r * CHUNK;
-          int64_t at = (r0 + r) * features + start + f0;
-          const float* factors = gate + r * CHUNK;
-          for (int n = 0; n < width; n += LANES) {
-            vec y = load(sums + n);
-            T rest[LANES] = {};
-            bool is_whole = width - n >= LANES;
-            if (mode != PLAIN) y = rounded<T>(activate(rounded<T>(load(factors + n)), mode == GELU)) * rounded<T>(y);
-            if (residual) {
-              if (!is_whole) std::copy_n(residual + at + n, width - n, rest);
-              y = rounded<T>(y) + widen(is_whole ? residual + at + n : rest);
-            }
-            put(is_whole ? out + at + n : rest, y);
-            if (!is_whole) std::copy_n(rest, width - n, out + at + n);
-          }
-        }
+        finish_rows<T>(mode, tile, gate, CHUNK, count, width, residual, out, r0 * features + start + f0, features);
       }
     }
     if (uses_amx) leave_amx();
