@@ -99,12 +99,23 @@ class Scheduler:
         while True:
             num_waiting, self.queues.current = len(self.waiting.numbers), None
             if num_waiting:
+                if self.preemptor.stalled:
+                    self._grow_stalled()
                 self.admission.admit_waiting()
             self._grow_running()
             batch = self._next_batch(launched)
             was_admitted = len(self.waiting.numbers) < num_waiting  # what was found in the cache may make others ready
             if batch is not None or not (was_admitted or self.preemptor.resolve_stall()):
                 return batch
+
+    def _grow_stalled(self) -> None:
+        """Allocate pages for decodes without one that come before the request that waits for capacity.
+
+        Pages that were freed for such a decode would be taken by that request, whose entry is then evicted for the
+        decode again, and so on.
+        """
+        first = self.admission.blocked_request
+        self.preemptor.grow([r for r in self.preemptor.stalled if first is None or r.order < first.order])
 
     def _grow_running(self) -> None:
         """Allocate pages for decodes without room for their next token and footer."""

@@ -240,3 +240,19 @@ def test_entries_that_grow_side_by_side_remain_few_slot_ranges():
         messages = [session.decode([i], sampling=sampling(60)) for i in range(12)]
         step_until_idle(engine)
         assert all(len(inspect(message).entry.slot_ranges) == 1 for message in messages)
+
+
+def test_a_preempted_decode_does_not_take_back_the_pages_that_an_earlier_one_waits_for():
+    """Its entry was loaded and offloaded in turns, and no step computed anything."""
+    engine = tiny_models.engine(tokens=64, page=4, host_capacity=4096)
+    core = inspect(engine)
+    with engine.session() as session:
+        first, second, third = (session.prefill([i, *range(19)]) for i in range(3))
+        contexts = [[first, second], [first, second], [third, first], [third, first]]
+        messages = [session.decode([7, 8, i], parents, sampling=sampling(12)) for i, parents in enumerate(contexts)]
+        for _ in range(500):
+            if not core.step() and not core.offload_manager.wait():
+                break
+        assert all(message.done for message in messages)
+        assert engine.stats().events["preempted"]
+        engine.check()
