@@ -191,9 +191,10 @@ class MessageHandle:
             InvalidRequestError: if the message is no decode, or has generated tokens already.
         """
         decode_state = self._request.decode_state
-        if decode_state is None or decode_state.tokens:
-            raise InvalidRequestError(f"message {self.id}: watch a decode before anything of it is generated")
-        decode_state.on_logprobs = callback
+        with self._core.lock:  # a step of another thread may be generating its first token
+            if decode_state is None or decode_state.tokens:
+                raise InvalidRequestError(f"message {self.id}: watch a decode before anything of it is generated")
+            decode_state.on_logprobs = callback
 
     def constrain(self, mask: TokenMask) -> None:
         """Sample only tokens that `mask` allows, as for structured outputs.
@@ -202,9 +203,10 @@ class MessageHandle:
             InvalidRequestError: if the message is no decode, or has generated tokens already.
         """
         decode_state = self._request.decode_state
-        if decode_state is None or decode_state.tokens:
-            raise InvalidRequestError(f"message {self.id}: constrain a decode before anything of it is generated")
-        decode_state.token_mask = mask
+        with self._core.lock:  # as in `on_logprobs`
+            if decode_state is None or decode_state.tokens:
+                raise InvalidRequestError(f"message {self.id}: constrain a decode before anything of it is generated")
+            decode_state.token_mask = mask
 
     def progress(self, num_chars: int = 0, num_tokens: int = 0) -> DecodeProgress:
         """Return what a decode generated after a prefix; never runs the engine.

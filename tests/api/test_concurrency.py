@@ -10,7 +10,7 @@ from helpers.inspect_engine import inspect
 
 from choreograph import SamplingParams
 from choreograph.api.concurrency import run_concurrently
-from choreograph.errors import ConfigError
+from choreograph.errors import ConfigError, InvalidRequestError
 
 BRIEF = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -295,3 +295,26 @@ def test_other_threads_may_read_meanwhile():
     thread.join()
     assert values == dict(enumerate(alone)) and result == [said, said]
     engine.check()
+
+
+@pytest.mark.parametrize("name", ["constrain", "on_logprobs"])
+def test_a_decode_is_not_constrained_or_watched_while_another_thread_generates_its_first_token(name, monkeypatch):
+    engine = tiny_models.engine()
+    forward, computing, may_go_on = inspect(engine).hf_model.forward, threading.Event(), threading.Event()
+
+    def slow_forward(*arguments):
+        computing.set()
+        may_go_on.wait(20)
+        return forward(*arguments)
+
+    monkeypatch.setattr(inspect(engine).hf_model, "forward", slow_forward)
+    with engine.session(seed=1) as session:
+        message = session.decode([1, 2], sampling=BRIEF)
+        stepping = threading.Thread(target=engine.step)
+        stepping.start()
+        computing.wait(20)
+        threading.Timer(0.1, may_go_on.set).start()
+        with pytest.raises(InvalidRequestError, match="before anything of it is generated"):
+            getattr(message, name)(print)
+        stepping.join()
+        assert len(message.output_token_ids) == 8

@@ -273,13 +273,22 @@ def _one_line(error: str) -> str:
 
 
 class GrammarCompiler:
-    """Matchers of grammars over one tokenizer, with a thread that computes masks."""
+    """Matchers of grammars over one tokenizer, with a thread that computes masks.
+
+    Raises:
+        InvalidRequestError: if grammars cannot be compiled for the tokenizer.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._llguidance = require("llguidance", "serve")
         self._limits = self._llguidance.LLParserLimits(**PARSER_LIMITS)
         options = tokenizer_options(tokenizer, vocab_size)
-        self._tokenizer = self._llguidance.LLTokenizer(**options)
+        try:
+            self._tokenizer = self._llguidance.LLTokenizer(**options)
+        except ValueError as exc:
+            raise InvalidRequestError(
+                f"structured_outputs: grammars do not work with the model's tokenizer ({str(exc)[:200]}): leave it out"
+            ) from exc
         self._checker = GrammarChecker(tokenizer=options)
         self._vocab_size = vocab_size
         self._executor, self._compiler = (

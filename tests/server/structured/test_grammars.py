@@ -5,6 +5,7 @@ import json
 import httpx
 import openai
 import pytest
+from helpers import char_tokenizer
 from helpers.forced_answers import ASK, TOOLS, chat, tool
 from transformers import AddedToken, AutoTokenizer
 
@@ -125,3 +126,9 @@ def test_added_tokens_are_text_for_grammars_and_special_ones_are_not(talker_fold
             assert end not in written
     finally:
         compiler.close()
+
+
+def test_a_tokenizer_that_grammars_cannot_read_is_named():
+    tokenizer = char_tokenizer.tokenizer()
+    with pytest.raises(InvalidRequestError, match="do not work with the model's tokenizer"):
+        GrammarCompiler(tokenizer, len(tokenizer))

@@ -1,0 +1,38 @@
+"""A few seconds of the soak: nothing is lost, and its measures tell growth from none."""
+
+import random
+
+import pytest
+
+from benchmarks.torture import soak
+from benchmarks.torture.campaign import Options
+from benchmarks.torture.process_memory import slope_an_hour
+
+
+def test_nothing_is_lost_or_left_after_mixed_work():
+    outcome = soak.run(Options(seconds=4, seed=3))
+    assert outcome.lost == ()
+    assert outcome.inputs > 0
+    assert outcome.details["server"]["counts"]["checks"] > 0
+    assert outcome.details["in process"]["counts"]["checks"] > 0
+
+
+def test_a_slope_is_found_among_noise_and_no_other():
+    noise = random.Random(0)
+    flat = [{"seconds": 2.0 * i, "rss": 500 + noise.random()} for i in range(600)]
+    grown = [{**sample, "rss": sample["rss"] + 20 * sample["seconds"] / 3600} for sample in flat]
+    slope = slope_an_hour(flat, "rss")
+    assert slope["low"] < 0 < slope["high"]
+    slope = slope_an_hour(grown, "rss")
+    assert slope["low"] < 20 < slope["high"] and slope["low"] > 10
+    assert slope_an_hour(flat[:50], "rss") is None
+
+
+def test_memory_that_grows_is_a_loss():
+    samples = [{"seconds": 2.0 * i, **dict.fromkeys(soak.FIGURES, 500 + 0.01 * i)} for i in range(600)]
+    summary = soak.summary_of({"samples": samples, "counts": {}})
+    assert summary["slopes_an_hour"]["rss"]["value"] == pytest.approx(18)
+    assert soak.growth_of("server", summary, Options(seconds=1200, seed=0)) == [
+        "seed 0, server: resident memory grows by 18.0 MiB an hour (18.0 to 18.0)"
+    ]
+    assert soak.growth_of("server", summary, Options(seconds=60, seed=0)) == []
