@@ -13,7 +13,7 @@ from benchmarks.simulator import HardwareModel, simulated_engine
 from choreograph import EngineConfig
 
 from .common import SIMULATED, Row, last_result, row_from_record, save
-from .kvflow import MODES, EngineFactory, concurrent_workflows, overhead_of_hints, single_workflow
+from .kvflow import MODES, SETUP_NAMES, EngineFactory, concurrent_workflows, overhead_of_hints, single_workflow
 
 EFFICIENCY = {"arithmetic": 0.5, "memory": 0.8, "link": 0.8}  # assumed shares of the peak rates
 A10G = HardwareModel(
@@ -68,6 +68,8 @@ def main() -> None:
     options.add_argument("--only", nargs="*", choices=MEASUREMENTS, default=list(MEASUREMENTS))
     options.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     options.add_argument("--shapes", nargs="*", help="some of those alone or at once, as the results call them")
+    options.add_argument("--rounds", type=int, default=2, help="rounds that count")
+    options.add_argument("--setups", nargs="*", choices=SETUP_NAMES["choreographed"], default=[], help="by default all")
     given = options.parse_args()
 
     def is_wanted(label: str) -> bool:
@@ -79,7 +81,8 @@ def main() -> None:
                 for shape in SHAPES:
                     if is_wanted("/".join(map(str, shape))):
                         engines, device = simulated_engines(machine), machine.cache_tokens
-                        save_machine(machine, *single_workflow(engines, shape, rounds=4, device=device, mode=mode))
+                        result = single_workflow(engines, shape, given.rounds, device, mode=mode, names=given.setups)
+                        save_machine(machine, *result)
         for name, shapes, device, note in (
             ("crowd", CONCURRENT_SHAPES, H100_SMALL.cache_tokens, ""),
             ("scaled", SCALED_SHAPES, None, ", room for half"),
@@ -90,15 +93,18 @@ def main() -> None:
                         simulated_engines(H100_SMALL),
                         fixed,
                         workflows,
-                        2,
+                        given.rounds,
                         agents=10,
                         turn_tokens=256,
                         device=device,
                         mode=mode,
+                        names=given.setups,
                     )
                     save_machine(H100_SMALL, *result, note)
         if "overhead" in given.only:
-            rows = overhead_of_hints(simulated_engines(H100_SMALL), 512, 64, 3, agents=10, turn_tokens=256, mode=mode)
+            rows = overhead_of_hints(
+                simulated_engines(H100_SMALL), 512, 64, given.rounds, agents=10, turn_tokens=256, mode=mode
+            )
             save_measurement(H100_SMALL, rows, {})
 
 
