@@ -180,6 +180,7 @@ class Team:
     dynamic: int
     output: int
     seed: int = 0
+    warm_ups: int = WARM_UPS  # turns of each agent in the first round
 
     @property
     def graph(self) -> StepGraph:
@@ -196,7 +197,7 @@ class Team:
             for number in count():
                 for index, name in enumerate(graph.agents):
                     with team.agent(name) if team else nullcontext(s) as agent:
-                        for _ in range(1 if number else WARM_UPS):
+                        for _ in range(1 if number else self.warm_ups):
                             turn += 1
                             role = fixed_part(agent, prompts[index])
                             task = s.prefill(random_tokens(self.dynamic, 10**6 + self.seed * 1000 + turn), [role])

@@ -58,7 +58,15 @@ from .common import (
 from .plots import pareto_plot
 from .reuse_figures import draw_figures, profile_top_layers, transfer_loss
 from .reuse_memory import allocated_bytes
-from .reuse_models import CONTEXT_ID_SEPARATOR, LONG_CONTEXT_DATASETS, Splits, splits, train_adapter, train_fully
+from .reuse_models import (
+    CONTEXT_ID_SEPARATOR,
+    LONG_CONTEXT_DATASETS,
+    MAX_EXAMPLE_TOKENS,
+    Splits,
+    splits,
+    train_adapter,
+    train_fully,
+)
 from .reuse_sender import context
 
 PAIRS = {
@@ -118,6 +126,7 @@ def main() -> None:
     options.add_argument("--pairs", nargs="*", default=list(PAIRS))
     options.add_argument("--only", nargs="*", default=list(PARTS))
     options.add_argument("--epochs", type=int, default=2)
+    options.add_argument("--example-tokens", type=int, default=MAX_EXAMPLE_TOKENS, help="longest text to train on")
     options.add_argument("--every", type=int, default=2, help="patterns begin and end at every so many layers")
     options.add_argument("--inputs", type=int, default=15, help="texts of a profile, of each data set")
     options.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of contexts, to time")
@@ -148,18 +157,18 @@ def main() -> None:
         training=given.training,
         pattern=None if given.layers is None else LayerPattern.from_triplet(0, *given.layers),
     )
-    engine = load_models(run, given.pairs, given.epochs)
+    engine = load_models(run, given.pairs, given.epochs, given.example_tokens)
     for part in given.only:
         for pair in given.pairs:
             for result in PARTS[part](engine, pair, run):
                 save_part(name, part, run.title(pair), result)
 
 
-def load_models(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
+def load_models(run: Run, pairs: Sequence[str], epochs: int, max_tokens: int) -> Engine:
     """The base with the variants that the pairs name, trained where they are not there yet."""
     names = {name for pair in pairs for name in PAIRS[pair]}
     trained = {
-        name: train(run.source, run.data, run.out / name, run.profile_config, epochs)
+        name: train(run.source, run.data, run.out / name, run.profile_config, epochs, max_tokens)
         for name, train in (("adapter", train_adapter), ("full", train_fully))
         if name in names
     }
