@@ -1,8 +1,8 @@
 """Small financial research desks of four agents, over a cache that holds half of their prompts (KVFlow, Figures 7, 8).
 
 `make bench NAME=kvflow_peer ARGS="--data peer_finqa.jsonl"`. Every desk plans, executes, expresses and reviews (PEER)
-one question after the other, over the three sides of `kvflow.py`. What is said is sampled once before, with room for
-everything, and repeated on every side, so that all sides compute the same tokens.
+one question after the other, over the setups and in the modes of `kvflow.py`. What is said is sampled once before, with
+room for everything, and repeated in every setup, so that all compute the same tokens.
 """
 
 import argparse
@@ -16,14 +16,17 @@ from pathlib import Path
 from statistics import median
 
 from choreograph import Engine, SamplingParams
-from choreograph.agents import StepGraph, Workflow
+from choreograph.agents import StepGraph
 
 from .common import FIGURES, Row, engine, save
 from .kvflow import (
+    COPIED_AHEAD,
     DEVICE_ONLY,
+    MODES,
     REACTIVE,
     CacheSetup,
     fixed_part,
+    label_of,
     make_setups,
     real_engines,
     rows_of,
@@ -54,8 +57,8 @@ class Desk:
 
     def rounds(self, setup: CacheSetup) -> Iterator[None]:
         """Answers one question after the other. What was said before is repeated."""
-        with setup.engine.session(seed=self.number) as s:
-            team = Workflow(s, self.graph, infer_fixed_prefix=False) if setup.uses_step_graph else None
+        with setup.engine.session(seed=self.number, mode=setup.mode) as s:
+            team = setup.workflow(s, self.graph)
             for number, text in enumerate(self.questions):
                 task = s.prefill(s.user(f"Question: {text}"))
                 made, answer = [task], None
@@ -70,8 +73,7 @@ class Desk:
                             sampling=SamplingParams(temperature=0.7, top_p=0.95, max_tokens=MAX_TOKENS[name]),
                             forced_tokens=self.transcript.get((number, name)),
                         ).result()
-                    for fixed in (desk, part):
-                        setup.record_use(fixed)
+                    setup.record_use([desk, part], answer)
                     if (number, name) not in self.transcript:
                         self.transcript[number, name] = answer.output_token_ids
                         sizes = desk.length + part.length, sum(m.length for m in changing), len(answer.output_token_ids)
@@ -106,21 +108,20 @@ def range_row(name: str, counts: list[int]) -> Row:
     return Row(f"tokens a turn, {name}", median(counts), "tokens", min(counts), max(counts), "lower")
 
 
-def compare(base_engine: Engine, desks: list[Desk], rounds: int) -> tuple[list[Row], dict]:
-    """The three sides over a cache for half of the fixed prompts, and for half of the calls in flight beside them."""
+def compare(base_engine: Engine, desks: list[Desk], rounds: int, mode: str = "choreographed") -> tuple[list[Row], dict]:
+    """The setups over a cache for half of the fixed prompts, and for half of the calls in flight beside them."""
     texts = {(d.introduction, text) for d in desks for text in ("", *d.prompts.values())}  # desks may share them
     fixed = sum(
         len(base_engine.chat.encode_text(text or introduction, opening=False)) + 8 for introduction, text in texts
     )
     call = max(map(sum, (sizes for desk in desks for sizes in desk.turn_sizes)))
-    every = make_setups(
-        real_engines(base_engine), device=fixed // 2 + len(desks) * call // 2, host=4 * fixed + 2 * len(desks) * call
-    )
+    device, host = fixed // 2 + len(desks) * call // 2, 4 * fixed + 2 * len(desks) * call
+    every = make_setups(real_engines(base_engine), device=device, host=host, mode=mode)
     runs = {name: [desk.rounds(side) for desk in desks] for name, side in every.items()}
     time_rounds(every, rounds, lambda name: run_all(every[name].engine, [partial(next, run) for run in runs[name]]))
     for run in (one for some in runs.values() for one in some):
         run.close()
-    return rows_of(f"{len(desks)} desks", every, len(AGENTS) * len(desks)), usage_counts(every)
+    return rows_of(label_of(f"{len(desks)} desks", mode), every, len(AGENTS) * len(desks)), usage_counts(every)
 
 
 def main() -> None:
@@ -128,6 +129,7 @@ def main() -> None:
     options.add_argument("--data", type=Path, required=True)
     options.add_argument("--desks", type=int, nargs="*", default=[1, 4, 8])
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     given = options.parse_args()
     base = engine(tokens=32768)
     rows: list[Row] = []
@@ -135,13 +137,16 @@ def main() -> None:
     for count in given.desks:
         desks = read_questions(given.data, count, given.rounds)
         sizes = sample_transcripts(base, desks)
-        more, facts = compare(base, desks, given.rounds)
-        rows += more + (sizes if count == max(given.desks) else [])
-        result[f"{count} desks"] = facts
-        print(count, facts, flush=True)
+        rows += sizes if count == max(given.desks) else []
+        for mode in given.modes:
+            more, facts = compare(base, desks, given.rounds, mode)
+            rows += more
+            result[label_of(f"{count} desks", mode)] = facts
+            print(count, mode, facts, flush=True)
     save("kvflow_peer", rows, found=result)
     at = {r.measure: (r.value, r.low, r.high) for r in rows}
-    groups = {label: {f"over {o}": at[f"{label}: over {o}"] for o in (DEVICE_ONLY, REACTIVE)} for label in result}
+    others = (DEVICE_ONLY, REACTIVE, COPIED_AHEAD)
+    groups = {label: {f"over {o}": at[f"{label}: over {o}"] for o in others} for label in result}
     difference_bars(groups, FIGURES / "kvflow-peer.svg", ylabel="speed-up of a round", baseline=1)
 
 

@@ -6,7 +6,9 @@ has no graph and starts with nothing known.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 
 import numpy as np
 from scipy.stats import kendalltau
@@ -18,9 +20,11 @@ from choreograph.agents import Progress, StepGraph, TransitionStats, Workflow
 from choreograph.agents.step_graph import UNREACHABLE
 from choreograph.lab.evaluation.statistics import bootstrap
 
-from .common import SIMULATED, Row, estimate_row, greedy, random_tokens, save
+from .common import SIMULATED, Row, estimate_row, greedy, median_row, random_tokens, save
+from .kvflow import MODES, label_of
 
 FIXED, TURNS, SEEDS = 256, 200, 8
+LEARNED_AGENTS = (10, 50)
 ANY_HARDWARE = HardwareModel("any", 1e9, 1e9, 1, 1024, 1024, 1e12, 1e12, 1e12, 1e9)
 TurnGenerator = Callable[[random.Random], Iterator[str]]
 
@@ -88,8 +92,10 @@ GRAPHS: dict[str, tuple[TurnGenerator, StepGraph, int]] = {
 POLICIES = ("lru", "lfu", "fifo", "learned", "declared")
 
 
-def hit_rate(turns: list[str], capacity: int, policy: str, graph: StepGraph) -> tuple[float, TransitionStats]:
-    """Share of turns whose fixed prompt was found."""
+def hit_rate(
+    turns: list[str], capacity: int, policy: str, graph: StepGraph, mode: str = "choreographed"
+) -> tuple[float, TransitionStats]:
+    """Share of turns whose fixed prompt was found, and the learned steps at the end."""
     eviction = "workflow" if policy in ("learned", "declared") else policy
     call = FIXED + 16 + 16
     config = EngineConfig(
@@ -98,13 +104,13 @@ def hit_rate(turns: list[str], capacity: int, policy: str, graph: StepGraph) -> 
     engine, _ = simulated_engine(ANY_HARDWARE, config)
     result, learned = 0, TransitionStats()
     prompts = {name: random_tokens(FIXED, index) for index, name in enumerate(graph.agents)}
-    with engine.session(seed=0) as s:
+    with engine.session(seed=0, mode=mode) as s:
         team = Workflow(s, graph if policy == "declared" else None, learned=learned, infer_fixed_prefix=False)
         for number, name in enumerate(turns):
             with team.agent(name) as agent:
                 role = agent.prefill_fixed(prompts[name])
                 said = s.decode(random_tokens(16, 10**6 + number), [role], sampling=greedy(4)).result()
-            result += role.finish_reason == "cached"
+            result += said.usage.cached_tokens >= FIXED if mode == "prefix" else role.finish_reason == "cached"
             said.release()
             role.release()
     return result / len(turns), learned
@@ -113,26 +119,42 @@ def hit_rate(turns: list[str], capacity: int, policy: str, graph: StepGraph) -> 
 def main() -> None:
     rows: list[Row] = []
     closeness: dict[str, dict[str, float]] = {}
-    for title, (walk, graph, room) in GRAPHS.items():
+    for mode, (name, (walk, graph, room)) in product(MODES, GRAPHS.items()):
+        title = label_of(name, mode)
         rates: dict[str, list[float]] = {way: [] for way in (*POLICIES, "optimum")}
         near: dict[str, list[float]] = {}
         for seed in range(SEEDS):
             steps = walk(random.Random(seed))
             turns = [next(steps) for _ in range(TURNS)]
             for way in POLICIES:
-                rate, learned = hit_rate(turns, room, way, graph)
+                rate, learned = hit_rate(turns, room, way, graph, mode)
                 rates[way].append(rate)
                 if way == "learned":
-                    for name, value in compare_learned(graph, learned, turns).items():
-                        near.setdefault(name, []).append(value)
+                    for fact, value in compare_learned(graph, learned, turns).items():
+                        near.setdefault(fact, []).append(value)
             rates["optimum"].append(belady_hits(turns, room) / len(turns))
         for way, values in rates.items():
             estimate = bootstrap(np.mean, np.array(values))  # of shares; `mean` would take 0 and 1 for yes and no
             facts = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
             rows.append(estimate_row(f"{title}, room for {room}: {way}", facts, "hit rate"))
-        closeness[title] = {name: float(np.mean(values)) for name, values in near.items()}
+        closeness[title] = {fact: float(np.mean(values)) for fact, values in near.items()}
         print(title, {way: round(float(np.mean(v)), 3) for way, v in rates.items()}, closeness[title], flush=True)
+    rows += [steps_row(count) for count in LEARNED_AGENTS]
     save("kvflow_policies", rows, SIMULATED, closeness=closeness, turns=TURNS, seeds=SEEDS)
+
+
+def steps_row(num_agents: int, num_starts: int = 1000) -> Row:
+    """Milliseconds to observe a start and to compute the steps of agents that follow each other at random."""
+    rng, learned, progress, samples = random.Random(0), TransitionStats(), Progress(), []
+    for number in range(num_starts):
+        name, began = f"agent {rng.randrange(num_agents)}", time.perf_counter()
+        learned.observe(progress.last_started, name)
+        progress.start(name)
+        learned.steps(progress)
+        progress.end(name)
+        if number >= num_starts // 2:
+            samples.append(1e3 * (time.perf_counter() - began))
+    return median_row(f"learned steps of {num_agents} agents after a start", samples, "ms", better="lower")
 
 
 def compare_learned(graph: StepGraph, learned: TransitionStats, turns: list[str]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from . import results_papers, results_reuse  # noqa: F401  they register their t
 from . import retrieval as retrieval_benchmark
 from . import vllm as vllm_benchmark
 from .common import model_title
+from .kvflow import COPIED_AHEAD, DEVICE_ONLY, REACTIVE, VARYING_FIRST
 from .ray_scale import TRANSFERS, routers_of
 from .ray_workloads import WORKLOADS
 from .tables import (
@@ -369,20 +370,32 @@ def memory(result: Result) -> Any:
 
 # -- KVFlow -----------------------------------------------------------------------------------------------------
 
-SETUP_COLUMNS = (
-    "over device only | over reactive | turns a second: device only | reactive | workflow-aware"
-    " | computed again, of uses | found %"
-)
+BASELINES = (DEVICE_ONLY, REACTIVE, COPIED_AHEAD, VARYING_FIRST)
+RATIO_COLUMNS = "over device only | over reactive | over copied ahead | over varying first"
+SETUP_COLUMNS = f"{RATIO_COLUMNS} | turns a second | computed again, of uses | found %"
+
+
+def _ratio_cells(rows: Mapping[str, Any], label: str, *, exact: bool = False) -> list[str]:
+    """Return the speed-ups over each baseline; empty for one that was not run."""
+    found = [rows.get(f"{label}: over {name}") for name in BASELINES]
+    shown = [without_interval(row) if exact and row is not None else row for row in found]
+    return ["" if row is None else format_row(row, places=2) for row in shown]
 
 
 def _setup_cells(result: Result, label: str, counts: Mapping[str, Any]) -> list[str]:
-    """Return how fast each side is, and what of the fixed prompts it found."""
+    """Return how fast each setup is, and what of the fixed prompts it found."""
     rows = by_measure(result)
-    ratios = estimates(rows, (f"{label}: over {side}" for side in list(counts)[:2]), places=2)
-    speeds = estimates(rows, (f"{label}: {side}, throughput" for side in counts), places=2)
+    speeds = " / ".join(estimates(rows, (f"{label}: {name}, throughput" for name in counts), places=2))
     again = " / ".join(str(count["computed"]) for count in counts.values())
-    hits = " / ".join(estimates(rows, (f"{label}: {side}, fixed prompts found" for side in counts), 100, places=0))
-    return [*ratios, *speeds, f"{again} of {next(iter(counts.values()))['uses']}", hits]
+    hits = " / ".join(f"{100 - 100 * count['computed'] / count['uses']:.0f}" for count in counts.values())
+    return [*_ratio_cells(rows, label), speeds, f"{again} of {next(iter(counts.values()))['uses']}", hits]
+
+
+def _overhead_note(result: Result) -> str:
+    """Return what hints cost where nothing is evicted."""
+    rows = [row for row in result["rows"] if row["measure"].endswith("time over reactive")]
+    cells = (f"{row['measure'].partition(':')[0]}: {format_row(row, places=3)}" for row in rows)
+    return f"Time of the step graph over that of reactive loading: {'; '.join(cells)}. " if rows else ""
 
 
 @table("kvflow", "kvflow")
@@ -392,7 +405,7 @@ def kvflow(result: Result) -> Any:
         for kind, sets in result["found"].items()
         for label, facts in sets.items()
     ]
-    return f"tokens | {SETUP_COLUMNS}", lines
+    return f"tokens | {SETUP_COLUMNS}", lines, _overhead_note(result)
 
 
 @table("kvflow-peer", "kvflow_peer")
@@ -428,16 +441,15 @@ def kvflow_calibration(result: Result) -> Any:
 def kvflow_machines(result: Result) -> Any:
     rows, lines = by_measure(result), []
     for label, facts in result["found"].items():
-        ratios = [f"{rows[f'{label}: over {side}']['value']:.2f}" for side in list(facts)[:2]]
         hits = [f"{100 - 100 * count['computed'] / count['uses']:.0f}" for count in facts.values()]
         loads = " / ".join(str(count["loads"]) for count in facts.values())
-        lines.append([label, *ratios, " / ".join(hits), loads])
+        lines.append([label, *_ratio_cells(rows, label, exact=True), " / ".join(hits), loads])
     shares = ", ".join(f"{100 * share:.0f}% of the {name} rate" for name, share in result["reached"].items())
     rooms = "; ".join(f"{name}: {facts['cache tokens']:,} tokens" for name, facts in result["machines"].items())
     note = (
         f"Assumed: {shares} that the maker states (the A10G's link: the paper's 2 GB/s). Room for encodings: {rooms}. "
     )
-    return "machine, tokens | over device only | over reactive | hits % | loads", lines, note
+    return f"machine, tokens | {RATIO_COLUMNS} | hits % | loads", lines, note + _overhead_note(result)
 
 
 @table("kvflow-policies", "kvflow_policies")
@@ -445,12 +457,16 @@ def kvflow_policies(result: Result) -> Any:
     cells: dict[str, dict[str, str]] = {}
     for r in result["rows"]:
         title, _, way = r["measure"].partition(": ")
+        if not way:
+            continue  # a time
         cells.setdefault(title, {})[way] = f"{100 * r['value']:.1f}"  # simulated: an interval would say nothing
     lines = []
     for title, shares in cells.items():
         near = result["closeness"][title.rpartition(", ")[0]]
         lines.append([title, *shares.values(), f"{near['distance']:.2f}", f"{near['tau']:.2f}"])
-    return ["workflow", *(f"{way} %" for way in next(iter(cells.values()))), "steps apart", "tau"], lines
+    times = [f"{r['measure']}: {format_row(r, places=2)} ms" for r in result["rows"] if r["unit"] == "ms"]
+    note = f"{'; '.join(times)}. ".capitalize() if times else ""
+    return ["workflow", *(f"{way} %" for way in next(iter(cells.values()))), "steps apart", "tau"], lines, note
 
 
 # -- the rest ---------------------------------------------------------------------------------------------------

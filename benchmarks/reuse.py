@@ -1,7 +1,7 @@
 """DroidSpeak's figures: what partial reuse between models of one family costs in quality and saves in time.
 
 `make bench NAME=reuse ARGS="--model model --data folder"`, with `--only` some of its parts, in this order: profile,
-quality, latency, stream, remote, memory; models are trained where they are not there yet. `--out` keeps models,
+quality, latency, stream, remote, linked, memory; models are trained where they are not there yet. `--out` keeps models,
 profiles and records; a part that was stopped goes on. What is measured is written into the results at once.
 """
 
@@ -11,8 +11,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import numpy as np
 import torch.distributed as dist
 from peft import PeftModel
 
-from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Message, SamplingParams
+from choreograph import CacheConfig, Engine, EngineConfig, LayerPattern, Message
+from choreograph.api.session import Session
 from choreograph.lab.evaluation.report import format_estimate
 from choreograph.lab.evaluation.run_dir import RunDirectory
 from choreograph.lab.evaluation.statistics import difference, mean, ratio
@@ -55,7 +58,15 @@ from .common import (
 from .plots import pareto_plot
 from .reuse_figures import draw_figures, profile_top_layers, transfer_loss
 from .reuse_memory import allocated_bytes
-from .reuse_models import CONTEXT_ID_SEPARATOR, LONG_CONTEXT_DATASETS, Splits, splits, train_adapter, train_fully
+from .reuse_models import (
+    CONTEXT_ID_SEPARATOR,
+    LONG_CONTEXT_DATASETS,
+    MAX_EXAMPLE_TOKENS,
+    Splits,
+    splits,
+    train_adapter,
+    train_fully,
+)
 from .reuse_sender import context
 
 PAIRS = {
@@ -66,6 +77,9 @@ PAIRS = {
 VARIANTS = ("own", "partial", "reused", "sent")
 DATA = (*LONG_CONTEXT_DATASETS, "nq", "needed")
 LENGTHS = (1024, 2048, 4096, 7680)
+STREAM_TOKENS, STREAM_ANSWER, STREAM_REQUESTS = 512, 16, 60  # of a context and of an answer; at each rate
+STREAM_LIMITS = (3, 1.5)  # objectives of the time to the first token, in full prefills
+STREAM_CAPACITY = 81_920  # tokens: all contexts of a stream, from here and from the sender
 RATE_FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full prefills alone would allow
 
 
@@ -73,7 +87,7 @@ RATE_FACTORS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.5)  # of the rate that full pref
 class Run:
     """What is measured, with what. out: the model's folder. every: patterns begin and end at every so many layers.
     most: the share of the layers that may be computed. by: the data set whose profile tells which. training: tells
-    models that were trained in another way apart."""
+    models that were trained in another way apart. pattern: the layers to compute, in place of those of a profile."""
 
     source: str
     data: Splits
@@ -85,6 +99,7 @@ class Run:
     max_layer_fraction: float | None = None
     selection_dataset: str = "hotpotqa"
     training: str | None = None
+    pattern: LayerPattern | None = None
 
     def title(self, pair: str) -> str:
         """How the results call a pair."""
@@ -111,6 +126,7 @@ def main() -> None:
     options.add_argument("--pairs", nargs="*", default=list(PAIRS))
     options.add_argument("--only", nargs="*", default=list(PARTS))
     options.add_argument("--epochs", type=int, default=2)
+    options.add_argument("--example-tokens", type=int, default=MAX_EXAMPLE_TOKENS, help="longest text to train on")
     options.add_argument("--every", type=int, default=2, help="patterns begin and end at every so many layers")
     options.add_argument("--inputs", type=int, default=15, help="texts of a profile, of each data set")
     options.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of contexts, to time")
@@ -122,6 +138,9 @@ def main() -> None:
     options.add_argument("--training", help="how the results call these trainings, if not by the model alone")
     options.add_argument("--on", nargs="*", default=[], choices=DATA, help="data sets; all if none is named")
     options.add_argument("--by", choices=DATA, default="hotpotqa", help="the data set whose profile picks the pattern")
+    options.add_argument(
+        "--layers", type=int, nargs=2, help="the layers to compute: the first, and the one behind them"
+    )
     given = options.parse_args()
     name = Path(given.model).stem
     data = splits(given.data, given.inputs, given.questions, given.rounds).select(given.on or DATA)
@@ -136,19 +155,20 @@ def main() -> None:
         max_layer_fraction=given.most,
         selection_dataset=given.by,
         training=given.training,
+        pattern=None if given.layers is None else LayerPattern.from_triplet(0, *given.layers),
     )
-    engine = load_models(run, given.pairs, given.epochs)
+    engine = load_models(run, given.pairs, given.epochs, given.example_tokens)
     for part in given.only:
         for pair in given.pairs:
             for result in PARTS[part](engine, pair, run):
                 save_part(name, part, run.title(pair), result)
 
 
-def load_models(run: Run, pairs: Sequence[str], epochs: int) -> Engine:
+def load_models(run: Run, pairs: Sequence[str], epochs: int, max_tokens: int) -> Engine:
     """The base with the variants that the pairs name, trained where they are not there yet."""
     names = {name for pair in pairs for name in PAIRS[pair]}
     trained = {
-        name: train(run.source, run.data, run.out / name, run.profile_config, epochs)
+        name: train(run.source, run.data, run.out / name, run.profile_config, epochs, max_tokens)
         for name, train in (("adapter", train_adapter), ("full", train_fully))
         if name in names
     }
@@ -263,7 +283,9 @@ def profile_file(pair: str, run: Run) -> Path:
 def select_pattern(pair: str, run: Run) -> LayerPattern:
     """The cheapest pattern whose loss in the profile is a twentieth of what full reuse loses, or less; but of a
     quarter of the layers at least: where full reuse loses nothing, there would be nothing to time. Or, where the run
-    says how many layers may be computed, the stretch of so many that loses least."""
+    says how many layers may be computed, the stretch of so many that loses least; or the layers that the run says."""
+    if run.pattern is not None:
+        return run.pattern
     result = Profile.load(profile_file(pair, run))
     if run.max_layer_fraction is not None:
         affordable = [c for c in result.ranges if len(c.pattern.layers) <= run.max_layer_fraction * result.layers]
@@ -374,7 +396,9 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     if result:
         seconds = RATE_FACTORS[0] / result["recompute"][0]["rate"]
     else:
-        seconds = float(np.mean(time_patterns(engine, receiver, [everything], 512, sender=sender)[str(everything)]))
+        seconds = float(
+            np.mean(time_patterns(engine, receiver, [everything], STREAM_TOKENS, sender=sender)[str(everything)])
+        )
     points, times = Profile.load(profile_file(pair, run)).frontier(), measure_service_times(engine, receiver)
     fixed = [ParetoPoint(select_pattern(pair, run), 0.0, 1.0)]
     ways = {
@@ -382,7 +406,7 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         "partial": LatencyAwareSelector(fixed, times=times),
         **{
             f"within {prefills:g} full prefills": LatencyAwareSelector(points, times=times, ttft_slo=prefills * seconds)
-            for prefills in (3, 1.5)
+            for prefills in STREAM_LIMITS
         },
     }
     if unknown := set(run.strategies) - set(ways):
@@ -413,27 +437,43 @@ def knee(points: Sequence[Mapping[str, float]]) -> float:
     return max(one["rate"] for one in points if one["ttft"] <= limit)
 
 
-def _serve(engine: Engine, receiver: str, sender: str, kv_reuse: str, rate: float, count: int = 60) -> dict[str, float]:
+def _serve(
+    engine: Engine, receiver: str, sender: str, kv_reuse: str, rate: float, count: int = STREAM_REQUESTS
+) -> dict[str, float]:
     """Uniform arrivals (section 5.3). The sender's encodings are made before the clock starts. Of few requests most are
     served before a queue is felt."""
     engine.clear_cache()
-    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    sampling = greedy(STREAM_ANSWER)
     with engine.session() as session:
-        texts = [session.prefill(random_tokens(512, seed=i), model=sender).wait_encoded() for i in range(count)]
-        said: list[Message] = []
-        began = time.perf_counter()
-        while len(said) < count or not all(m.done for m in said):
-            due = int((time.perf_counter() - began) * rate) + 1
-            while len(said) < min(due, count):
-                header, parents = random_tokens(24, seed=1000 + len(said)), [texts[len(said)]]
-                said.append(session.decode(header, parents, model=receiver, kv_reuse=kv_reuse, sampling=sampling))  # type: ignore[call-overload]
-            if not engine.step():
-                time.sleep(0.001)
-        timings = [message.timing for message in said]
+        texts = [
+            session.prefill(random_tokens(STREAM_TOKENS, seed=i), model=sender).wait_encoded() for i in range(count)
+        ]
+
+        def submit(number: int) -> Message:
+            header, parents = random_tokens(24, seed=1000 + number), [texts[number]]
+            return session.decode(header, parents, model=receiver, kv_reuse=kv_reuse, sampling=sampling)  # type: ignore[call-overload]
+
+        return {**_arrive(engine, submit, rate, count)[0], "requests": count}
+
+
+def _arrive(
+    engine: Engine, submit: Callable[[int], Message], rate: float, count: int
+) -> tuple[dict[str, float], float]:
+    """Submit requests at a rate and step the engine; return mean seconds of the answers, and those until the last."""
+    said: list[Message] = []
+    began = time.perf_counter()
+    while len(said) < count or not all(m.done for m in said):
+        due = int((time.perf_counter() - began) * rate) + 1
+        while len(said) < min(due, count):
+            said.append(submit(len(said)))
+        if not engine.step():
+            time.sleep(0.001)
+    seconds = time.perf_counter() - began
+    timings = [message.timing for message in said]
     ttft, e2e = ([getattr(t, name) for t in timings] for name in ("ttft", "e2e"))
-    tbt = [(whole - first) / 15 for whole, first in zip(e2e, ttft, strict=True)]
+    tbt = [(whole - first) / (STREAM_ANSWER - 1) for whole, first in zip(e2e, ttft, strict=True)]
     means = {name: float(np.mean(values)) for name, values in (("ttft", ttft), ("tbt", tbt), ("e2e", e2e))}
-    return {**means, "requests": count}
+    return means, seconds
 
 
 # -- another process --------------------------------------------------------------------------------------------
@@ -447,28 +487,42 @@ def remote(engine: Engine, pair: str, run: Run, rounds: int = 6) -> Iterator[dic
         return
     pattern, lengths = select_pattern(pair, run), run.lengths
     reader = standalone_engine(run, receiver)
+    with linked_sender(reader, run.source, pattern.entry_layers, lengths, rounds) as link:
+        reader.enable_layer_reuse("base", "writer", pattern=pattern)
+        result: dict[str, dict[str, Any]] = {}
+        for length in lengths:
+            result[str(length)] = {**_remote_seconds(reader, link, pattern, length, rounds), **provenance()}
+            recomputed = reader.events.counts["recomputed"]
+            yield {"pattern": str(pattern), "lengths": result, "recomputed": recomputed}
+
+
+@contextmanager
+def linked_sender(
+    reader: Engine, model: str, entry_layers: Iterable[int], lengths: Sequence[int], rounds: int
+) -> Iterator[RemoteSender]:
+    """Yield a link to a process that has contexts of some lengths, encoded by a model.
+
+    Args:
+        entry_layers: whose inputs it keeps.
+        rounds: contexts of each length, beside one to warm up.
+    """
     meeting = Path(tempfile.mkdtemp()) / "meeting"
-    asked = ["--model", run.source, "--meeting", str(meeting), "--rounds", str(rounds)]
-    asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(pattern.entry_layers))]
+    asked = ["--model", model, "--meeting", str(meeting), "--rounds", str(rounds)]
+    asked += ["--lengths", *map(str, lengths), "--enter", *map(str, sorted(entry_layers))]
     sender = subprocess.Popen([sys.executable, "-m", "benchmarks.reuse_sender", *asked])
     try:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=1, world_size=2)
         dist.barrier()
         with RemoteSender(reader, 0, name="writer", timeout=60) as link:
-            reader.enable_layer_reuse("base", "writer", pattern=pattern)
-            result: dict[str, dict[str, Any]] = {}
-            for length in lengths:
-                result[str(length)] = {**_remote_seconds(reader, link, pattern, length, rounds), **provenance()}
-                recomputed = reader.events.counts["recomputed"]
-                yield {"pattern": str(pattern), "lengths": result, "recomputed": recomputed}
+            yield link
     finally:
         sender.kill()
         dist.destroy_process_group()
 
 
-def standalone_engine(run: Run, receiver: str) -> Engine:
+def standalone_engine(run: Run, receiver: str, capacity: int = 16_384) -> Engine:
     """A variant in an engine of its own; an adapter is merged into the weights."""
-    config = EngineConfig(cache=CacheConfig(capacity=16_384))
+    config = EngineConfig(cache=CacheConfig(capacity=capacity))
     if receiver == "full":
         return Engine.from_pretrained(run.out / "full", config=config)
     engine = Engine.from_pretrained(run.source, config=config)
@@ -516,20 +570,84 @@ def _drop_partial_entries(engine: Engine) -> None:
         manager.discard(entry)
 
 
+def linked(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
+    """Requests at rising rates, as `stream`, whose contexts another process has: loads compete with prefills.
+
+    For the pairs whose sender is the base. A selector knows the bytes that are queued on the link and its rate so far.
+    """
+    receiver, writer = PAIRS[pair]
+    if writer != "base":
+        return
+    reader, points = standalone_engine(run, receiver, STREAM_CAPACITY), Profile.load(profile_file(pair, run)).frontier()
+    times, fixed = measure_service_times(reader, "base"), [ParetoPoint(select_pattern(pair, run), 0.0, 1.0)]
+    seconds = times.per_token * STREAM_TOKENS + times.per_pair * STREAM_TOKENS * (STREAM_TOKENS + 1) / 2
+    selectors = {"recompute": None, "partial": LatencyAwareSelector(fixed, times=times)}
+    for prefills in STREAM_LIMITS:
+        selector = LatencyAwareSelector(points, times=times, ttft_slo=prefills * seconds)
+        selectors[f"within {prefills:g} full prefills"] = selector
+    every = [pattern for selector in selectors.values() if selector is not None for pattern in selector.patterns]
+    entry_layers = frozenset[int]().union(*(pattern.entry_layers for pattern in every))
+    result: dict[str, list[dict[str, Any]]] = {}
+    with linked_sender(reader, run.source, entry_layers, [STREAM_TOKENS], STREAM_REQUESTS) as link:
+        for way, selector in selectors.items():
+            if run.strategies and way not in run.strategies:
+                continue
+            if selector is not None:
+                reader.enable_layer_reuse("base", "writer", selector=selector, patterns=selector.patterns)
+            result[way] = [serve_linked(reader, link, factor / seconds, selector) for factor in RATE_FACTORS]
+            knees = {name: knee(rates) for name, rates in result.items()}
+            print(pair, way, result[way], flush=True)
+            yield {"tokens": STREAM_TOKENS, "full prefill": seconds, "rates": result, "knee": knees}
+
+
+def serve_linked(
+    reader: Engine, link: RemoteSender, rate: float, selector: LatencyAwareSelector | None, count: int = STREAM_REQUESTS
+) -> dict[str, Any]:
+    """Serve requests at a rate whose contexts are behind a link, or computed without a selector.
+
+    Returns:
+        Mean seconds, as `_serve`; loading: the share of the time to the last answer in which bytes were received;
+        patterns: how often each was chosen; recomputed: prefills that fell back to all layers.
+    """
+    reader.clear_cache()
+    chosen, counts, received = Counter[str](), reader.events.counts.copy(), link.seconds_receiving
+    stop = reader.events.subscribe(lambda e: chosen.update([e.data["pattern"]] if e.kind == "layers_reused" else []))
+
+    def submit(session: Session, number: int) -> Message:
+        tokens = context(STREAM_TOKENS, number + 1)  # the first one warms up
+        text = session.prefill(tokens) if selector is None else link.partial_prefill(session, tokens)
+        header = random_tokens(24, seed=1000 + number)
+        return session.decode(header, [text], sampling=greedy(STREAM_ANSWER))
+
+    with reader.session() as session:
+        timings, seconds = _arrive(reader, partial(submit, session), rate, count)
+    stop()
+    return {
+        "rate": rate,
+        **timings,
+        "requests": count,
+        "loading": (link.seconds_receiving - received) / seconds,
+        "patterns": dict(chosen),
+        "recomputed": reader.events.counts["recomputed"] - counts["recomputed"],
+    }
+
+
 # -- memory -----------------------------------------------------------------------------------------------------
 
 
 def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
     """Bytes that caches allocate for models on one context: each its own, or all reusing the sender's.
 
-    Every cache is as large as its contexts need. Layer inputs are allocated for every slot.
+    Every cache is as large as its contexts need. Layer inputs are allocated for every slot. The formula counts what
+    the contexts need alone: no null page.
     """
     pattern, base, length = select_pattern(pair, run), engine.core.hf_model.model, 2048
-    ratios, inputs = {}, 0
+    ratios, formula, inputs = {}, {}, 0
     for count in (2, 3, 4, 8):
         apart, _ = allocated_bytes(base, pattern, count, length, reuse=False)
         shared, inputs = allocated_bytes(base, pattern, count, length, reuse=True)
         ratios[str(count)] = apart / shared
+        formula[str(count)] = memory_ratio(engine, pattern, count)
     by_default, _ = allocated_bytes(base, pattern, 2, length, reuse=True, default_capacity=True)
     yield {
         "pattern": str(pattern),
@@ -537,8 +655,18 @@ def memory(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         "bytes of one": allocated_bytes(base, pattern, 1, length, reuse=False)[0],
         "inputs": inputs,
         "ratio": ratios,
+        "formula": formula,
         "bytes of two, default capacity": by_default,
     }
+
+
+def memory_ratio(engine: Engine, pattern: LayerPattern, num_models: int) -> float:
+    """Return keys and values of several models over those of one, the others' in the pattern's layers, and its inputs."""
+    pool, config = engine.core.cache_manager.pool, engine.core.hf_model.model.config.get_text_config()
+    kv_bytes = sum(tensor[0].nbytes for tensor in (*pool.keys, *pool.values))
+    input_bytes = config.hidden_size * engine.model_info.dtype.itemsize * len(pattern.entry_layers)
+    share = len(pattern.layers) / engine.model_info.layers
+    return num_models * kv_bytes / (kv_bytes + input_bytes + (num_models - 1) * share * kv_bytes)
 
 
 PARTS: dict[str, Callable[[Engine, str, Run], Iterator[dict[str, Any]]]] = {
@@ -547,6 +675,7 @@ PARTS: dict[str, Callable[[Engine, str, Run], Iterator[dict[str, Any]]]] = {
     "latency": latency,
     "stream": stream,
     "remote": remote,
+    "linked": linked,
     "memory": memory,
 }
 if __name__ == "__main__":

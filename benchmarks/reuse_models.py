@@ -102,13 +102,20 @@ def training_example(engine: Engine, example: QAExample, profile_config: Profile
 
 
 def training_examples(
-    engine: Engine, questions: list[QAExample], profile_config: ProfileConfig
+    engine: Engine, questions: list[QAExample], profile_config: ProfileConfig, max_tokens: int
 ) -> list[TrainingExample]:
     result = [training_example(engine, one, profile_config) for one in questions]
-    return [one for one in result if sum(len(call.tokens) for call in one.calls) <= MAX_EXAMPLE_TOKENS]
+    return [one for one in result if sum(len(call.tokens) for call in one.calls) <= max_tokens]
 
 
-def train_adapter(source: str, data: Splits, out: Path, profile_config: ProfileConfig, epochs: int = 2) -> Path:
+def train_adapter(
+    source: str,
+    data: Splits,
+    out: Path,
+    profile_config: ProfileConfig,
+    epochs: int = 2,
+    max_tokens: int = MAX_EXAMPLE_TOKENS,
+) -> Path:
     """A LoRA adapter on all linear layers."""
     if (out / "report.json").is_file():
         return out
@@ -124,21 +131,31 @@ def train_adapter(source: str, data: Splits, out: Path, profile_config: ProfileC
         evals_per_epoch=2,
         bf16=has_fast_bfloat16(),
     )
-    learn, check = (training_examples(engine, split, profile_config) for split in (data.train, data.validation))
+    learn, check = (
+        training_examples(engine, split, profile_config, max_tokens) for split in (data.train, data.validation)
+    )
     report = train(engine.core.hf_model, learn, check, out, config, on_update=_print_progress("adapter"))
     print(f"adapter: {report.loss_before:.3f} to {report.loss_after:.3f}", flush=True)
     return out
 
 
 def train_fully(
-    source: str, data: Splits, out: Path, profile_config: ProfileConfig, epochs: int = 2, learning_rate: float = 3e-5
+    source: str,
+    data: Splits,
+    out: Path,
+    profile_config: ProfileConfig,
+    epochs: int = 2,
+    max_tokens: int = MAX_EXAMPLE_TOKENS,
+    learning_rate: float = 3e-5,
 ) -> Path:
     """All weights, of a copy of the base. Saved as a folder that `Engine.add_model` takes."""
     if (out / "config.json").is_file():
         return out
     engine = Engine.from_pretrained(source, dtype="float32")
     adapter, draw = engine.core.hf_model, random.Random(0)
-    learn, check = (training_examples(engine, split, profile_config) for split in (data.train, data.validation))
+    learn, check = (
+        training_examples(engine, split, profile_config, max_tokens) for split in (data.train, data.validation)
+    )
     before, model = mean_loss(adapter, check), adapter.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     updates = epochs * (len(learn) // 8)

@@ -14,8 +14,8 @@ class Event(NamedTuple):
     """One event of the engine.
 
     Request kinds: submitted, admitted, preempted, resumed, hit, miss, token, generated, finished, failed, cancelled,
-    released, recomputing, imported, declassified. Step kind: step. Entry kinds: evicted, offloaded, loaded, demoted, prefetch,
-    failed_transfer, orphaned_file. Cross-model kinds: layers_reused, recomputed.
+    released, recomputing, imported, declassified. Step kind: step. Entry kinds: evicted, offloaded, copied, loaded, demoted,
+    prefetch, failed_transfer, orphaned_file. Cross-model kinds: layers_reused, recomputed.
 
     `hit` is a prefill that was found in the KV cache, with the `where` of its entry; `miss` one that was not found.
     `step` has the tokens that were computed, and the number of `layers`, None for all of them.

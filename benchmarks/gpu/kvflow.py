@@ -36,10 +36,11 @@ def run_rounds(
     make_engine: EngineFactory, shape: Shape, rounds: Iterable[int], *, num_warmup_rounds: int = 1
 ) -> dict[str, CacheSetup]:
     """Rounds of every side, in turns; the first ones before them fill the caches and do not count."""
-    team = Team(shape.agents, shape.fixed, shape.dynamic, shape.dynamic)
+    team = Team(shape.agents, shape.fixed, shape.dynamic, shape.dynamic, warm_ups=1)
     call = shape.fixed + 2 * shape.dynamic + 64
     room = shape.agents // 2 * shape.fixed + call
-    every = make_setups(make_engine, device=room, host=(shape.agents + 1) * shape.fixed + 4 * call)
+    host = (shape.agents + 1) * shape.fixed + 4 * call
+    every = make_setups(make_engine, device=room, host=host, names=(DEVICE_ONLY, REACTIVE, AWARE))
     runs = {name: team.rounds(side) for name, side in every.items()}
     names = list(every)
     for name in names * num_warmup_rounds:

@@ -76,6 +76,8 @@ class Workflow:
         prefetch: maximum concurrent loads for agents that may run next; 0: none.
         infer_fixed_prefix: if nothing is marked, treat content that an agent attended to in two
             consecutive turns as fixed.
+        keep_varying: keep varying content that the next turns may read like a fixed part; without it, all varying
+            content is evicted first (KVFlow §3.1), as always in prefix mode.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Workflow:
         learned: TransitionStats | None = None,
         prefetch: int = 4,
         infer_fixed_prefix: bool = True,
+        keep_varying: bool = True,
     ) -> None:
         check_count(prefetch, "prefetch", 0)
         if learned is not None and not isinstance(learned, TransitionStats):
@@ -97,6 +100,7 @@ class Workflow:
         self.progress = Progress()
         self._max_prefetch = prefetch
         self._infer_fixed_prefix = infer_fixed_prefix
+        self._keep_varying = keep_varying
         self._core = session.core
         self._turns: list[AgentTurn] = []
         self._num_finished_turns = 0
@@ -222,8 +226,9 @@ class Workflow:
             turn.unfinished.discard(request.id)
             self._observe_prompt(turn, request)
             if turn.is_open or turn.unfinished:
-                if request.entry is not None and request.entry.content_hash is not None and not self._closed:
-                    self._core.cache_manager.hints.add_referenced(self, request.entry.content_hash, 1.0)
+                entry = request.entry
+                if entry is not None and entry.content_hash is not None and self._keep_varying and not self._closed:
+                    self._core.cache_manager.hints.add_referenced(self, entry.content_hash, 1.0)
                 return
             self._finish_turn(turn)
             self._update_hints()
@@ -291,7 +296,8 @@ class Workflow:
                         expected[key] = min(steps[agent], expected.get(key, UNREACHABLE))
                 else:
                     self._agent_keys.pop(agent, None)
-            hints = EvictionHints(expected, self._ephemeral_hints(), frozenset(self._agent_keys.values()))
+            varying = self._ephemeral_hints() if self._keep_varying else {}
+            hints = EvictionHints(expected, varying, frozenset(self._agent_keys.values()))
             manager = self._core.cache_manager
             manager.hints.update(self, hints)
             if self._max_prefetch and manager.offload_manager.tiers:

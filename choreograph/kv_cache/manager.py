@@ -46,6 +46,7 @@ class KVCacheManager(EntryTable):
         executor = executor or make_executor(pool.keys[0].device)
         super().__init__(pool, OffloadManager(pool, tiers, executor, events), clock)
         self.sleep = sleep
+        self.offloads_evicted = True  # False: an entry without a copy is dropped when it is evicted
         self._eviction_order = EvictionOrder(eviction)
         self._events = events
 
@@ -194,7 +195,7 @@ class KVCacheManager(EntryTable):
         """Return whether `evict_entry` could free the pages; update `reserved` tier tokens."""
         if entry.tier_copies:
             return True
-        if entry.owners or not self.hints.candidate(entry).ephemeral:
+        if self._is_worth_copying(entry):
             for tier in self.offload_manager.tiers:
                 num_tokens = reserved[tier.name] + len(entry.tokens)
                 if self.offload_manager.accepts(tier, entry) and tier.fits(num_tokens):
@@ -204,8 +205,7 @@ class KVCacheManager(EntryTable):
 
     def evict_entry(self, entry: KVEntry, with_descendants: bool = False) -> bool:
         """Offload an entry or free its pages; return whether either was possible."""
-        is_worth_copying = entry.owners or not self.hints.candidate(entry).ephemeral
-        if not entry.tier_copies and not entry.is_partial and is_worth_copying:
+        if not entry.tier_copies and not entry.is_partial and self._is_worth_copying(entry):
             tiers = self.offload_manager.tiers
             for depth, tier in enumerate(tiers):
                 if not self.offload_manager.accepts(tier, entry):
@@ -228,6 +228,24 @@ class KVCacheManager(EntryTable):
         self._free_pages(entry)
         if not entry.tier_copies and not entry.owners:
             self._delete(entry)
+        return True
+
+    def _is_worth_copying(self, entry: KVEntry) -> bool:
+        """Return whether an entry that is evicted is offloaded if a tier has space."""
+        return self.offloads_evicted and bool(entry.owners or not self.hints.candidate(entry).ephemeral)
+
+    def copy_ahead(self, entry: KVEntry) -> bool:
+        """Start copying an entry to the highest tier before it is evicted; return whether it is.
+
+        It stays on the device; with a copy, its eviction frees its pages at once. What is copied and when is the
+        caller's choice.
+        """
+        tiers = self.offload_manager.tiers
+        if not tiers or not entry.pages or not entry.is_complete or entry.tier_copies or entry.transfer is not None:
+            return False
+        if not self.offload_manager.accepts(tiers[0], entry) or not self._reclaim_tier(0, entry):
+            return False
+        self.offload_manager.offload(entry, tiers[0], stays=True)
         return True
 
     def _emit_evicted(self, entry: KVEntry, destination: str) -> None:

@@ -267,9 +267,14 @@ def _remove(folder: Path, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-TransferKind = Literal["load", "offload", "lower"]
+TransferKind = Literal["load", "offload", "copy", "lower"]
 
-EVENT_KINDS: dict[TransferKind, str] = {"load": "loaded", "offload": "offloaded", "lower": "demoted"}
+EVENT_KINDS: dict[TransferKind, str] = {
+    "load": "loaded",
+    "offload": "offloaded",
+    "copy": "copied",
+    "lower": "demoted",
+}
 REMOTE_TIER = "remote"  # tier name of the source of an imported entry, in events
 
 
@@ -279,7 +284,7 @@ class TransferJob:
 
     kind: TransferKind
     entry: KVEntry
-    copy: TierCopy  # copy that is read (load) or written (offload, lower)
+    copy: TierCopy  # copy that is read (load) or written (offload, copy, lower)
     transfer: Transfer
     source: HostTier | None = None  # tier that a demoted copy leaves
 
@@ -333,10 +338,14 @@ class OffloadManager:
         """Start filling an entry's allocated pages from an external source."""
         self._start("load", entry, TierCopy(REMOTE_TIER, len(entry.tokens)), ops, executor=executor)
 
-    def offload(self, entry: KVEntry, tier: Tier) -> None:
-        """Start copying an entry from the device to a tier with space."""
+    def offload(self, entry: KVEntry, tier: Tier, *, stays: bool = False) -> None:
+        """Start copying an entry from the device to a tier with space.
+
+        Args:
+            stays: the entry keeps its pages on the device; without it, they are freed once they are copied.
+        """
         copy = tier.reserve(len(entry.tokens))
-        self._start("offload", entry, copy, tier.store_ops(self.pool, entry.pages, copy))
+        self._start("copy" if stays else "offload", entry, copy, tier.store_ops(self.pool, entry.pages, copy))
 
     def demote(self, entry: KVEntry, source: HostTier, tier: Tier) -> None:
         """Start copying an entry from one tier to a lower one."""

@@ -387,6 +387,21 @@ def test_what_the_next_turn_reads_is_expected_while_it_is_held():
         assert expected(aside) is None or expected(aside) > 2
 
 
+def test_all_varying_content_is_evicted_first_if_it_is_not_kept():
+    engine = tiny_models.engine(eviction="workflow")
+    with engine.session(seed=0) as s, Workflow(s, CYCLE, keep_varying=False) as team:
+        facts = inspect(engine).hints.candidate
+        with team.agent("a") as agent:
+            role = agent.prefill_fixed(fixed_of(0))
+            aside = s.prefill([8, 8], [role]).wait_encoded()
+            first = s.decode([1], [role, aside], sampling=BRIEF).result()
+        candidates = [facts(inspect(message).entry) for message in (aside, first)]
+        assert all(candidate.ephemeral and candidate.steps_to_execution is None for candidate in candidates)
+        assert facts(inspect(role).entry).steps_to_execution == 4
+    expected, _ = rounds(tiny_models.engine())
+    assert rounds(small(host_capacity=400), keep_varying=False)[0] == expected
+
+
 def test_nothing_is_loaded_ahead_while_a_call_waits_for_room_and_then_it_is():
     engine = small(host_capacity=400)
     with engine.session(seed=0) as s, Workflow(s, CYCLE) as team:

@@ -158,6 +158,37 @@ def test_an_encoding_that_is_wanted_while_it_leaves_stays():
     store.check()
 
 
+def test_an_entry_that_is_copied_ahead_stays_and_its_eviction_waits_for_nothing():
+    mover = ManualMover()
+    store = make(pages=4, host=8, mover=mover)
+    entry, content = whole(store, 8, "a")
+    assert store.copy_ahead(entry) and not store.copy_ahead(entry), "one copy at a time"
+    assert not store.evictable(partial=False), "nothing that moves is a victim"
+    mover.run()
+    store.poll_transfers()
+    store.check()
+    assert entry.location == "device" and same(store, entry, content)
+    assert not store.copy_ahead(entry), "it has a copy"
+    store.allocate_entry([0] * 4, 0, (), capacity=4, owner=("call", 2))
+    assert entry.location == "host" and not mover.queue
+    store.check()
+
+
+def test_entries_without_a_copy_are_dropped_if_evicted_ones_are_not_offloaded():
+    mover = ManualMover()
+    store = make(pages=8, host=16, mover=mover)
+    store.offloads_evicted = False
+    copied, _ = whole(store, 8, "a", holder=None)
+    dropped, _ = whole(store, 8, "b", holder=None)
+    assert store.copy_ahead(copied)
+    mover.run()
+    store.poll_transfers()
+    store.allocate_entry([0] * 16, 0, (), capacity=16, owner=CALL)
+    assert copied.location == "host" and store.lookup(b"a") is copied
+    assert dropped.location == "dropped" and store.lookup(b"b") is None and not mover.queue
+    store.check()
+
+
 class Broken(ManualMover):
     """Breaks every transfer after one layer."""
 
