@@ -10,11 +10,9 @@ Each campaign runs in a process of its own. Prints the seed, a table and every b
 import argparse
 import multiprocessing
 import sys
-import traceback
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from importlib import import_module
 from importlib.util import find_spec
 
 from rich.console import Console
@@ -22,17 +20,9 @@ from rich.console import Console
 from choreograph.console import print_table
 
 from ..common import merge_results, provenance, write
-from .campaign import CAMPAIGNS, Options, Outcome
+from .campaign import CAMPAIGNS, Options, Outcome, run_here
 
 RESULT = "torture"  # name of the result file
-
-
-def run_here(name: str, options: Options) -> Outcome:
-    """Run a campaign; an exception that leaves it is a broken promise."""
-    try:
-        return import_module(f"{__package__}.{name}").run(options)
-    except Exception:
-        return Outcome(0, 0, (f"seed {options.seed}: the campaign raised\n{traceback.format_exc()}",))
 
 
 def run_apart(name: str, options: Options) -> Outcome:

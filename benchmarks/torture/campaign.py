@@ -2,9 +2,11 @@
 
 import random
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 
 # What each campaign tries, by the name of its module; `docs/reliability.md` lists them in this order.
 CAMPAIGNS: Mapping[str, str] = {
@@ -67,3 +69,14 @@ class Tally:
         """Return what was counted so far."""
         counts = {"counts": dict(sorted(self.counts.items()))} if self.counts else {}
         return Outcome(self.inputs, self.faults, tuple(self.lost), {**counts, **self.details})
+
+
+def run_here(name: str, options: Options) -> Outcome:
+    """Run a campaign; an exception that leaves it is a broken promise.
+
+    It is here since a spawned process does not import a package's `__main__`.
+    """
+    try:
+        return import_module(f"{__package__}.{name}").run(options)
+    except Exception:
+        return Outcome(0, 0, (f"seed {options.seed}: the campaign raised\n{traceback.format_exc()}",))
