@@ -14,10 +14,12 @@ from urllib.parse import unquote_to_bytes
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from pydantic import Field
 
 from .api_errors import ApiError, context_exceeded, to_api_error
 
+CLIENT_CLOSED_REQUEST = 499  # as nginx logs it
 MAX_CONTAINERS = 1 << 16  # objects and lists of one body
 MAX_VALUES = 1 << 20  # members and elements of one body, such as token ids
 MAX_MEMBERS = 1 << 17  # of all objects of one body
@@ -247,7 +249,10 @@ def checked_route(authenticate: Authenticate, run: RunWork, max_items: int) -> t
                 request = CheckedRequest(request.scope, request.receive)
                 tenant = authenticate(request)
                 check_headers(request)
-                body = await request.body()
+                try:
+                    body = await request.body()
+                except ClientDisconnect:
+                    return Response(status_code=CLIENT_CLOSED_REQUEST)  # goes nowhere
                 if body and "json" in request.headers.get("content-type", "").lower():
                     request._value = await run(tenant, len(body), lambda: _read_body(body, field, max_items))
                 response: Response = await handler(request)

@@ -26,6 +26,7 @@ constexpr bool WIDE = LANES == 16;  // 32 registers for sums and operands instea
 // memory, so the next block is prefetched. Up to FEWEST rows, tiles stay in registers and are not stored.
 struct Size { int tiles; int64_t inputs; };
 constexpr Size MANY_ROWS = {WIDE ? 4 : 2, 2048}, FEW_ROWS = {2, 128}, FEWEST_ROWS = {WIDE ? 1 : 2, 128};
+constexpr int64_t PACKED_BYTES = (WIDE ? 512 : 192) << 10;  // of weights that are packed once for all rows
 constexpr int FEW = 48, FEWEST = WIDE ? 8 : 6;
 
 // How weights of type T are multiplied. Input: of prepared rows. PER_LANE: inputs that one operation adds in a lane.
@@ -210,6 +211,29 @@ void product(int rows, const Input<T>* x, int64_t x_row, const T* weight, int fe
       }
     }
   }
+}
+
+// Whether weights that multiply rows of `x_row` elements are packed once for all rows. They stay in the L2 cache then.
+template <class T>
+inline bool packs_once(int64_t rows, int64_t x_row, int64_t features) {
+  return rows > FEW && x_row * features * (int64_t)sizeof(Input<T>) <= PACKED_BYTES;
+}
+
+// The products of `product` for at most ROWS_AT_ONCE rows. tiles: of pack_chunk.
+template <class T>
+inline void product_of_packed(int rows, const Input<T>* x, int64_t x_row, const Input<T>* tiles, int features,
+                              float* to) {
+  for (int f = 0; f < features; f += MANY_ROWS.tiles * LANES)
+    with_constant<ROWS_AT_ONCE>(rows, [&](auto r) {
+      multiply<T, MANY_ROWS.tiles, r>(x, x_row, tiles + f * x_row, x_row, false, to + f);
+    });
+}
+
+// Packs at most CHUNK features of weights by all inputs, padded to `count`.
+template <class T>
+inline void pack_chunk(const T* weight, int features, int64_t inputs, int64_t count, Input<T>* tiles) {
+  for (int f = 0; f < features; f += MANY_ROWS.tiles * LANES)
+    pack(weight + f * inputs, inputs, MANY_ROWS.tiles, features - f, inputs, count, (const T*)nullptr, tiles + f * count);
 }
 
 }  // namespace
