@@ -1,12 +1,17 @@
 """What one tenant uses changes no other's answers: every limit is divided by the number of keys."""
 
+from types import SimpleNamespace
+
 import httpx
 import pytest
 from helpers.live_server import make_engine, serving
+from transformers import AutoTokenizer
 
+from choreograph.server import service
 from choreograph.server.app import RequestSlots
 from choreograph.server.openai.responses_api import ResponseStore, StoredResponse
 from choreograph.server.server_config import ServerConfig
+from choreograph.server.service import drop_word_cache
 
 KEYS = ("first-secret", "second-secret")
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -176,3 +181,41 @@ def test_a_schema_that_is_replaced_during_a_request_is_no_server_error(shared):
     put_schema(shared, KEYS[1], "s0")
     with pytest.raises(Exception, match="replaced meanwhile"):
         schemas.cache_of(prompt)
+
+
+class Model:
+    """A tokenizer's model that notes what its cache is told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def _clear_cache(self):
+        self.calls.append("clear")
+
+    def _resize_cache(self, capacity):
+        self.calls.append(capacity)
+
+
+def test_words_of_tenants_are_not_cached_where_their_time_would_tell_them():
+    model = Model()
+    drop_word_cache(SimpleNamespace(backend_tokenizer=SimpleNamespace(model=model)))
+    assert model.calls == ["clear", 0]
+    drop_word_cache(SimpleNamespace(backend_tokenizer=SimpleNamespace(model=object())))
+    drop_word_cache(object())  # not a fast tokenizer
+
+
+@pytest.mark.parametrize(("keys", "calls"), [((), 0), (KEYS[:1], 0), (KEYS, 1)])
+def test_the_cache_of_words_is_dropped_for_several_keys(talker_folder, monkeypatch, keys, calls):
+    dropped = []
+    monkeypatch.setattr(service, "drop_word_cache", dropped.append)
+    engine = make_engine(talker_folder)
+    service.InferenceService(engine, ServerConfig(api_keys=keys))
+    assert dropped == [engine.tokenizer] * calls
+
+
+def test_tokens_are_the_same_without_the_cache_of_words(talker_folder):
+    text = "Tokenizers cache words, cache words and unlikelywordsofmanyletters. " * 3
+    tokenizer = AutoTokenizer.from_pretrained(talker_folder)
+    expected = tokenizer(text)["input_ids"]
+    drop_word_cache(tokenizer)
+    assert tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"] == expected
