@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -134,6 +135,69 @@ def check_on_hub(model: str) -> None:
                 f"model {model!r} is not in the cache of the Hub, which does not answer: check the name and the network, "
                 "or name a folder"
             )
+
+
+MAX_YAML_VALUES = 100_000  # in a document whose aliases are written out
+MAX_YAML_DEPTH = 100
+MAX_YAML_BITS = 1024  # of an integer; Python refuses to print those of thousands of digits
+
+
+class RepeatedKeyError(ValueError):
+    """Mapping of a file that has a key twice."""
+
+
+def parse_yaml(text: str, extra: str) -> Any:
+    """Parse YAML of plain values, in which no mapping has a key twice.
+
+    Args:
+        extra: to install for it.
+
+    Raises:
+        RepeatedKeyError: if a mapping has a key twice.
+        ValueError: if it is not YAML.
+    """
+    require("yaml", extra)
+    import yaml
+
+    sizes: dict[int, int] = {}  # values in each sequence and mapping, where aliases are written out
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        depth = 0  # levels of the value that is being read
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if repeated := [key for key, count in Counter(keys).items() if count > 1]:
+                raise RepeatedKeyError(f"{repeated[0]!r} stands twice: give it once")
+            return node
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1
+            if self.depth > MAX_YAML_DEPTH:
+                raise ValueError(f"more than {MAX_YAML_DEPTH} levels: use fewer")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            if id(node) not in sizes and isinstance(node, yaml.CollectionNode):
+                pairs = node.value if isinstance(node, yaml.MappingNode) else ((item,) for item in node.value)
+                sizes[id(node)] = 1 + sum(sizes.get(id(child), 1) for pair in pairs for child in pair)
+                if sizes[id(node)] > MAX_YAML_VALUES:
+                    raise ValueError(f"more than {MAX_YAML_VALUES:,} values with those of aliases: use fewer")
+            return node
+
+        def construct_yaml_int(self, node: Any) -> int:
+            number: int = super().construct_yaml_int(node)
+            if number.bit_length() > MAX_YAML_BITS:
+                raise ValueError(f"an integer of {number.bit_length()} bits: use a smaller one")
+            return number
+
+    UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", UniqueKeyLoader.construct_yaml_int)
+    try:
+        return yaml.load(text, UniqueKeyLoader)
+    except RepeatedKeyError:
+        raise
+    # PyYAML leaves values such as an integer without digits or a month of 99 to Python
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as exc:
+        raise ValueError(" ".join(str(exc).split())) from None
 
 
 def ensure_dir(path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import GraphError
-from ..utils import require
+from ..utils import RepeatedKeyError, parse_yaml
 
 UNREACHABLE = math.inf  # steps of an agent that cannot run again
 
@@ -204,7 +204,7 @@ class StepGraph:
             try:
                 operand = _parse_operand(spec, f"agent {agent!r}") if spec not in (None, [], {}) else None
             except RecursionError:  # a YAML alias may contain itself
-                raise GraphError(f"agent {agent!r}: what it waits for is nested too deep") from None
+                raise GraphError(f"agent {agent!r}: what it waits for is nested too deep: use fewer levels") from None
             dependencies[agent] = Dependency("any_of", (operand,)) if isinstance(operand, str) else operand
         return cls(dependencies, exclusive_branches=choosers, cyclic=repeats, name=name)
 
@@ -268,33 +268,19 @@ def _load_file(path: Path) -> Mapping[str, Any]:
     is_json = path.suffix.lower() == ".json"
     try:
         text = path.read_text(encoding="utf-8-sig")
-        result = json.loads(text, object_pairs_hook=_unique_keys) if is_json else _load_yaml(text)
+        result = json.loads(text, object_pairs_hook=_unique_keys) if is_json else parse_yaml(text, "agents")
     except OSError as exc:
         raise GraphError(exc.strerror or str(exc)) from None
     except GraphError:
         raise
+    except RepeatedKeyError as exc:
+        raise GraphError(str(exc)) from None
     except (ValueError, RecursionError) as exc:
-        raise GraphError(f"not {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from None
+        kind, reason = "JSON" if is_json else "YAML", " ".join(str(exc).split())
+        raise GraphError(f"not {kind}: {reason}: correct the file") from None
     if not isinstance(result, Mapping):
         raise GraphError(f"{type(result).__name__} instead of a mapping: map agents to what they wait for")
     return result
-
-
-def _load_yaml(text: str) -> object:
-    """Parse YAML as `yaml.safe_load`, but raise GraphError for duplicate keys."""
-    require("yaml", "agents")
-    import yaml
-
-    class UniqueKeyLoader(yaml.SafeLoader):
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            node = super().compose_mapping_node(anchor)
-            _unique_keys((key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode))
-            return node
-
-    try:
-        return yaml.load(text, UniqueKeyLoader)
-    except yaml.YAMLError as exc:
-        raise ValueError(exc) from None
 
 
 def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -84,6 +84,6 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
             raise typer.BadParameter(f"--option {pair!r}: write name=value")
         try:
             options[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # also integers of thousands of digits, and deep nesting
             options[name] = value
     return options

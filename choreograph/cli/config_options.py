@@ -6,6 +6,7 @@ A field with a docstring below it is an option: type, bounds, choices, default a
 import ast
 import dataclasses
 import inspect
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from types import NoneType
@@ -13,7 +14,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from annotated_types import Ge, Le
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+
+from ..errors import ConfigError
+from ..utils import describe_validation_error
 
 
 def config_parameters(config_classes: Iterable[type]) -> dict[str, inspect.Parameter]:
@@ -31,6 +36,31 @@ def add_parameters(command: Callable[..., None], parameters: Mapping[str, inspec
     """Add options to a command, whose last parameter is `**options`."""
     own = list(inspect.signature(command).parameters.values())[:-1]
     command.__signature__ = inspect.Signature([*own, *parameters.values()])  # type: ignore[attr-defined]
+
+
+def is_list(parameter: inspect.Parameter) -> bool:
+    """Return whether an option may be repeated."""
+    (kind, *_) = get_args(parameter.annotation)
+    return list[str] in (kind, *get_args(kind))
+
+
+def read_value(parameter: inspect.Parameter, value: object, where: str) -> Any:
+    """Return an option's value from a file, of the type that the command line reads.
+
+    A text is a list of one where the option may be repeated.
+
+    Raises:
+        ConfigError: if it has another type, or is out of bounds.
+    """
+    kind, option, *_ = get_args(parameter.annotation)
+    bounds = {"ge": option.min, "le": option.max} if option.min is not None or option.max is not None else {}
+    try:
+        listed = [value] if is_list(parameter) and isinstance(value, str) else value
+        annotation: Any = Annotated[kind, Field(**bounds)]
+        return TypeAdapter(annotation).validate_python(listed)
+    except ValidationError as exc:
+        reason = describe_validation_error(exc)
+        raise ConfigError(f"{where}: {parameter.name}={reprlib.repr(value)}: {reason}: use what --help says") from None
 
 
 def _descriptions(config_class: type) -> dict[str, str]:

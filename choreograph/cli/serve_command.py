@@ -14,9 +14,9 @@ from ..cluster.cluster_config import ClusterConfig
 from ..config import CacheConfig, EngineConfig, SchedulerConfig
 from ..errors import ConfigError
 from ..server.server_config import ServerConfig, read_api_keys, take_engine, take_options
-from ..utils import importing_torch, require
+from ..utils import importing_torch, parse_yaml, require
 from . import common
-from .config_options import add_parameters, config_parameters
+from .config_options import add_parameters, config_parameters, is_list, read_value
 
 # further tabs of the dashboard by title, see `TabFactory`; `choreograph.__main__` adds the playground
 DASHBOARD_TABS: dict[str, Any] = {}
@@ -117,19 +117,29 @@ def _option_names() -> set[str]:
 
 
 def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
-    """Read options from a YAML file; names may be written with hyphens."""
-    yaml: Any = require("yaml", "serve")
+    """Read options from a YAML file; names may be written with hyphens.
+
+    Checks the types of those that no config class checks.
+    """
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{path}: is not YAML: {exc}") from None
+        loaded = parse_yaml(path.read_text(encoding="utf-8-sig"), "serve") or {}
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read ({exc.strerror}): check the path") from None
+    except ValueError as exc:
+        raise ConfigError(f"{path}: is not YAML: {exc}: correct the file") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: holds no options: write name: value")
     options = {str(name).replace("-", "_"): value for name, value in loaded.items()}
+    parameters = inspect.signature(serve).parameters
+    checked_later = {item.name for item in CONFIG_PARAMETERS.values() if not is_list(item)}
     for name in options:
         if name not in known:
             raise ConfigError(f"{path}: {name}: no such option; known: {sorted(known)}")
-    return options
+    return {
+        name: value if name in checked_later else read_value(parameters[name], value, str(path))
+        for name, value in options.items()
+        if value is not None
+    }
 
 
 def _serve_replicas(open_engine: Any, config: Any, cluster: dict[str, Any], address: dict[str, Any]) -> None:

@@ -205,7 +205,9 @@ class Budget:
                 stage: {Repair(s, name): StageDivergence(int(n), float(m), float(v)) for s, name, n, m, v in rows}
                 for stage, rows in record["stages"].items()
             }
-        except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as exc:
+        except OSError as exc:
+            raise DataError(f"{path}: cannot be read ({exc.strerror}): check the path") from None
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, ConfigError) as exc:
             raise DataError(f"{path}: not a saved budget ({exc}): remove it and learn again") from None
         self._stages = dict(list(stages.items())[-MAX_STAGES:])
 

@@ -175,7 +175,7 @@ class Profile:
         try:
             return _PROFILE_JSON.validate_json(path.read_bytes())
         except OSError as exc:
-            raise DataError(f"{path}: cannot be read ({exc.strerror})") from None
+            raise DataError(f"{path}: cannot be read ({exc.strerror}): check the path") from None
         except ValidationError as exc:
             reason = describe_validation_error(exc)
             raise DataError(f"{path}: no profile of version {VERSION} ({reason}): profile the pair again") from None

@@ -82,7 +82,7 @@ def analyze(model: PreTrainedModel, probe: AttentionProbe, name: str, max_positi
     if len(shapes) > 1 or layers[0].key.shape != layers[0].value.shape:
         raise ModelError(f"layers, or keys and values, differ in heads or head size: {sorted(shapes)}")
     if not all(tensor.isfinite().all() for layer in layers for tensor in (layer.key, layer.value)):
-        raise ModelError("it computes keys or values that are not finite")
+        raise ModelError("it computes keys or values that are not finite: get its files again")
     values = [layer.value for layer in layers]  # of equal tokens: equal unless positions enter outside of attention
     supports_shift = all(
         _max_rel_error(value, value[:, :1].expand_as(value), None) < _tolerance(value.dtype) for value in values

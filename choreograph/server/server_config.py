@@ -118,7 +118,12 @@ class ProxyConfig:
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
     """Read API keys, one a line, without comments (#)."""
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read ({exc.strerror}): check the path") from None
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path}: is not UTF-8 ({exc.reason}): write one key a line") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"{path}: holds no API key: write one a line")

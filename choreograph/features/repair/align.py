@@ -89,7 +89,7 @@ def _read() -> dict[str, Any]:
         records = json.loads(calibrations_file().read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise _damaged(exc) from None
     if not isinstance(records, dict):
         raise _damaged(TypeError("not an object"))

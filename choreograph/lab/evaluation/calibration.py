@@ -56,8 +56,10 @@ def load_examples(file: Path | None = None, limit: int | None = None, seed: int 
         records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
         documents = [[f"{d['title']}\n{d['text']}" for d in record["documents"]] for record in records]
         questions = [str(record["question"]) for record in records]
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        raise DataError(f"{source}: not JSON Lines of question and documents ({exc!r:.80})") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise DataError(
+            f"{source}: not JSON Lines of question and documents ({exc!r:.80}): correct or remove the line"
+        ) from None
     if not records:
         raise DataError(f"{source}: no record")
     examples = []

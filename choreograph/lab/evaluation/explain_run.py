@@ -46,8 +46,8 @@ def load_run(path: Path) -> tuple[dict[str, Any], list[TaskTranscript]]:
     if not (path / "settings.json").is_file():
         raise DataError(f"{path}: no run; make one with `choreograph trace` or `choreograph eval`")
     settings = read_json_object(path / "settings.json")
-    baseline = next(iter(settings.get("conditions", ())), "")
-    records = [r for r in RunDirectory(path, settings).records(baseline) if not r.get("error")]
+    run_dir = RunDirectory(path, settings)
+    records = [r for r in run_dir.records(next(iter(settings.get("conditions", ())), "")) if not r.get("error")]
     if missing := [r["id"] for r in records if "task" not in r or "tokens" not in r]:
         raise DataError(f"{path}: the record of {missing[0]!r} lacks its task: run `choreograph eval` again")
     return settings, [TaskTranscript(r["id"], r["task"], r["tokens"]) for r in records]

@@ -33,7 +33,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
         result = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(result, dict):
             raise ValueError(f"{type(result).__name__} instead of an object")
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise DataError(f"{file}: damaged ({exc}): remove the folder and start again") from None
     return result
 
@@ -62,7 +62,10 @@ class RunDirectory:
         """
         self.path = path
         names: dict[str, str] = {}  # file systems may ignore case
-        for condition in run_config.get("conditions", ()):
+        conditions = run_config.get("conditions", ())
+        if not isinstance(conditions, (list, tuple)) or not all(isinstance(name, str) for name in conditions):
+            raise DataError(f"{path}: conditions={conditions!r} is no list of names: make the run again")
+        for condition in conditions:
             other = names.setdefault(self.path_for(condition).name.casefold(), condition)
             if other != condition:
                 raise ConfigError(f"conditions {other!r} and {condition!r} would share a file: rename one of them")
@@ -96,7 +99,7 @@ class RunDirectory:
             result = [json.loads(line) for line in lines if line.strip()]
             if invalid := [r for r in result if not isinstance(r, dict) or not isinstance(r.get("id"), str)]:
                 raise ValueError(f"{str(invalid[0])[:60]} has no id")
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise DataError(f"{file}: a damaged record ({exc}): remove the line") from None
         return result
 

@@ -156,7 +156,7 @@ def load_traces(out: Path) -> tuple[dict[str, Any], list[Trace]]:
             if isinstance(record, dict) and record.get("error"):
                 continue
             trace = TRACE_ADAPTER.validate_python(record)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             reason = describe_validation_error(exc) if isinstance(exc, ValidationError) else str(exc)
             raise DataError(
                 f"{file}: damaged trace, or of another version of this package ({reason}): "

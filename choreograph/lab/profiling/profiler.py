@@ -76,7 +76,7 @@ def parse_qa_example(record: Mapping[str, Any], number: int) -> QAExample:
             raise DataError(f"needs a question, and documents or a context; has {sorted(record)}")
     answers = tuple(parse_example({**record, "question": question}, number).reference.get("answers") or ())
     if not answers:
-        raise DataError(f"record {number}: has no answers to compare with")
+        raise DataError(f"record {number}: has no answers to compare with: give `answers`")
     return QAExample(str(record.get("id", number)), context, str(question), answers)
 
 

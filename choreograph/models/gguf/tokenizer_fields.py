@@ -68,6 +68,10 @@ def apply_tokenizer_fields(tokenizer: Any, source: str, name: str) -> None:
     ):
         tokenizer.clean_up_tokenization_spaces = False  # transformers ignores it for BPE, with a warning
     fields: Mapping[str, Any] = get_tokenizer_config(source)
+    if not isinstance(tokenizer.model_max_length, (int, float)):  # compared with the length of every text
+        raise ModelError(
+            f"model {name!r}: tokenizer_config.json has model_max_length={tokenizer.model_max_length!r}: use a number"
+        )
     ignored = [
         f"{key}={value!r}"
         for key, value in fields.items()
