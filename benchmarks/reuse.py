@@ -157,7 +157,8 @@ def main() -> None:
         training=given.training,
         pattern=None if given.layers is None else LayerPattern.from_triplet(0, *given.layers),
     )
-    engine = load_models(run, given.pairs, given.epochs, given.example_tokens)
+    pairs = given.pairs if set(given.only) != {"memory"} else []  # it depends on shapes alone
+    engine = load_models(run, pairs, given.epochs, given.example_tokens)
     for part in given.only:
         for pair in given.pairs:
             for result in PARTS[part](engine, pair, run):
