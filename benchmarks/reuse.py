@@ -142,7 +142,7 @@ def main() -> None:
         "--layers", type=int, nargs=2, help="the layers to compute: the first, and the one behind them"
     )
     given = options.parse_args()
-    name = Path(given.model).stem
+    name = Path(given.model).name.removesuffix(".gguf")  # folders may have dots in their names
     data = splits(given.data, given.inputs, given.questions, given.rounds).select(given.on or DATA)
     run = Run(
         given.model,
