@@ -58,7 +58,7 @@ CHANGES = (
     ),
 )
 # Parts of the result of `reuse` that are times.
-TIMED_PARTS = frozenset({"latency", "remote", "stream"})
+TIMED_PARTS = frozenset({"latency", "linked", "remote", "stream"})
 
 
 def changes_since(benchmark: str, made: Mapping[str, str], part: str | None = None) -> list[Change]:

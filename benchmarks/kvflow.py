@@ -279,7 +279,7 @@ def concurrent_workflows(
     """
     call, prompts = fixed + 2 * turn_tokens + 64, agents * workflows * fixed
     device = device or prompts // 2 + workflows * call // 2
-    host = prompts + workflows * (fixed + call)
+    host = prompts + 2 * agents * workflows * (call - fixed) + workflows * call  # and what varies in two rounds
     every = make_setups(make_engine, device=device, host=host, mode=mode, names=names)
     time_workflows(
         every, [Team(agents, fixed, turn_tokens, turn_tokens, seed=1 + i) for i in range(workflows)], repeats

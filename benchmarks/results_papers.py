@@ -12,7 +12,7 @@ from choreograph.lab.evaluation.statistics import ratio
 
 from .gpu.predictions import Model
 from .gpu.shape import FULL
-from .results_reuse import knee_ratio
+from .results_reuse import knee_ratio, loading_cells
 from .tables import CELLS, TABLES, by_measure, fill_template, format_row, record
 
 PAPERS = ("choreography", "prompt-cache", "kvflow", "droidspeak")
@@ -74,9 +74,26 @@ def absent_sets_cell() -> str:
 
 
 def critical_layers_cell() -> str:
-    """Return the number of critical layers of all pairs and data."""
-    profiles = [run["profile"] for run in record("reuse")["runs"].values() if "profile" in run]
+    """Return the number of critical layers of all pairs and data whose profile is older than the definition."""
+    runs = record("reuse")["runs"].values()
+    profiles = [run["profile"] for run in runs if "profile" in run and "own F1" not in run["profile"]]
     return str(sum(len(layers) for profile in profiles for layers in profile["critical"].values()))
+
+
+def critical_layers_of_pair_cell(pair: str) -> str:
+    """Return the critical layers of a pair on each data set."""
+    profile = record("reuse")["runs"][pair]["profile"]
+    return "; ".join(f"{data}: {', '.join(map(str, layers)) or 'none'}" for data, layers in profile["critical"].items())
+
+
+def linked_knee_cell(pair: str, way: str) -> str:
+    """Return the rate at the knee of a way over that of full prefills, with contexts in another process."""
+    return knee_ratio(record("reuse")["runs"][pair]["linked"], way)
+
+
+def loading_cell(pair: str, tokens: str) -> str:
+    """Return the share of loading in the time to the first token, and the share of loading that is hidden."""
+    return " / ".join(f"{cell}%" for cell in loading_cells(record("reuse")["runs"][pair]["remote"]["lengths"][tokens]))
 
 
 def knee_ratio_cell(pair: str) -> str:
@@ -103,6 +120,9 @@ PAPER_CELLS: dict[str, Callable[..., str]] = {
     "training": training_cell,
     "transfer": transfer_cell,
     "critical_layers": critical_layers_cell,
+    "critical_of": critical_layers_of_pair_cell,
+    "linked_knee": linked_knee_cell,
+    "loading": loading_cell,
     "knee_ratio": knee_ratio_cell,
     "transfer_losses": transfer_losses_cell,
 }

@@ -69,9 +69,18 @@ def times(reuse: Result) -> Any:
             result = run.get(part)
             for length, one in result["lengths"].items() if result else ():
                 medians = [f"{1e3 * float(np.median(one[way])):,.0f}" for way in ("full", "partial")]
-                cells = [format_estimate(ratio(one["full"], one["partial"]), places=2), result["pattern"]]
-                lines.append([title, what, f"{int(length):,}", *medians, *cells])
-    return "pair, model | what | tokens | all layers, ms | partial, ms | ratio | layers computed", lines
+                cells = [format_estimate(ratio(one["full"], one["partial"]), places=2), *loading_cells(one)]
+                lines.append([title, what, f"{int(length):,}", *medians, *cells, result["pattern"]])
+    columns = "all layers, ms | partial, ms | ratio | of it loading, % | of that hidden, % | layers computed"
+    return f"pair, model | what | tokens | {columns}", lines
+
+
+def loading_cells(times: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the share of the time to the first token in which bytes arrive, and the share of that below computation."""
+    if "loading" not in times:
+        return "", ""
+    loading = format_estimate(ratio(times["loading"], times["partial"]), 100, places=0)
+    return loading, format_estimate(times["hidden"], 100, places=0)
 
 
 @table("reuse-transfer", "reuse", provenance=False)
@@ -94,12 +103,12 @@ def stream(reuse: Result) -> Any:
     """The rates, and what the requests of each waited. A knee is known from one rate that was tried to the next."""
     lines = []
     for title, run in reuse["runs"].items():
-        result = run.get("stream")
-        for way, points in result["rates"].items() if result else ():
-            cells = [f"{1e3 * one['ttft']:,.0f} / {1e3 * one['e2e']:,.0f}" for one in points]
-            most = points[0]["rate"] / RATE_FACTORS[0]
-            later = "1" if way == "recompute" else knee_ratio(result, way)
-            lines.append([title, way, f"{most:.2f}", *cells, _between(*_knee(result, way)), later])
+        for result, where in ((run.get("stream"), ""), (run.get("linked"), "linked, ")):
+            for way, points in result["rates"].items() if result else ():
+                cells = [f"{1e3 * one['ttft']:,.0f} / {1e3 * one['e2e']:,.0f}" for one in points]
+                most = points[0]["rate"] / RATE_FACTORS[0]
+                later = "1" if way == "recompute" else knee_ratio(result, way)
+                lines.append([title, where + way, f"{most:.2f}", *cells, _between(*_knee(result, way)), later])
     return ["pair, model", "way", "full prefills, 1/s", *(f"{f}x" for f in RATE_FACTORS), "knee, 1/s", "later"], lines
 
 
@@ -121,13 +130,17 @@ def _between(low: float, high: float | None) -> str:
 
 @table("reuse-choice", "reuse", provenance=False)
 def choice(reuse: Result) -> Any:
-    """Which patterns were chosen as the rate rose: requests of each."""
+    """Which patterns were chosen as the rate rose, in requests of each; and the share of the time that loads took."""
     lines = []
     for title, run in reuse["runs"].items():
-        for way, points in run.get("stream", {"rates": {}})["rates"].items():
-            told = [one["patterns"] for one in points] if way.startswith("within") else []
-            for pattern in dict.fromkeys(name for one in told for name in one):
-                lines.append([title, way, pattern, *(str(one.get(pattern, 0)) for one in told)])
+        for part, where in (("stream", ""), ("linked", "linked, ")):
+            for way, points in run.get(part, {"rates": {}})["rates"].items():
+                told = [one["patterns"] for one in points] if way.startswith("within") else []
+                for pattern in dict.fromkeys(name for one in told for name in one):
+                    lines.append([title, where + way, pattern, *(str(one.get(pattern, 0)) for one in told)])
+                if part == "linked" and way != "recompute":
+                    shares = [f"{100 * one['loading']:.0f}%" for one in points]
+                    lines.append([title, where + way, "share of loading", *shares])
     return ["pair, model", "objective", "layers computed", *(f"{f}x" for f in RATE_FACTORS)], lines
 
 
@@ -137,5 +150,11 @@ def memory(reuse: Result) -> Any:
     for title, run in reuse["runs"].items():
         if result := run.get("memory"):
             sizes = [f"{result[what] / 2**20:.1f}" for what in ("bytes of one", "inputs")]
-            lines.append([title, *sizes, *(f"{value:.2f}" for value in result["ratio"].values())])
-    return "pair, model | one model, MiB | inputs kept, MiB | 2 models | 3 | 4 | 8", lines
+            formula = result.get("formula", {})
+            ratios = [
+                f"{value:.2f}" + (f" ({formula[count]:.2f})" if formula else "")
+                for count, value in result["ratio"].items()
+            ]
+            # results without a formula hold what it gives
+            lines.append([title, "allocated (formula)" if formula else "formula", *sizes, *ratios])
+    return "pair, model | ratio | one model, MiB | inputs kept, MiB | 2 models | 3 | 4 | 8", lines

@@ -142,7 +142,7 @@ def main() -> None:
         "--layers", type=int, nargs=2, help="the layers to compute: the first, and the one behind them"
     )
     given = options.parse_args()
-    name = Path(given.model).stem
+    name = Path(given.model).name.removesuffix(".gguf")  # folders may have dots in their names
     data = splits(given.data, given.inputs, given.questions, given.rounds).select(given.on or DATA)
     run = Run(
         given.model,
@@ -157,7 +157,8 @@ def main() -> None:
         training=given.training,
         pattern=None if given.layers is None else LayerPattern.from_triplet(0, *given.layers),
     )
-    engine = load_models(run, given.pairs, given.epochs, given.example_tokens)
+    pairs = given.pairs if set(given.only) != {"memory"} else []  # it depends on shapes alone
+    engine = load_models(run, pairs, given.epochs, given.example_tokens)
     for part in given.only:
         for pair in given.pairs:
             for result in PARTS[part](engine, pair, run):
