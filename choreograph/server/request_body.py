@@ -14,8 +14,8 @@ from urllib.parse import unquote_to_bytes
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 from pydantic import Field
+from starlette.requests import ClientDisconnect
 
 from .api_errors import ApiError, context_exceeded, to_api_error
 

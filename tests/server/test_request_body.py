@@ -1,6 +1,8 @@
 """What enters a server is checked once: JSON, texts, sizes, paths and headers."""
 
 import json
+import socket
+import time
 
 import httpx
 import pytest
@@ -142,3 +144,15 @@ def test_a_refused_request_is_one_line_of_the_log(live, capfd, caplog):
     output = capfd.readouterr()
     assert "Traceback" not in output.err + output.out + caplog.text
     assert len((output.err + output.out).splitlines()) <= 3
+
+
+def test_a_client_that_leaves_within_its_body_is_no_server_error(live, capfd, caplog):
+    host, port = live.url.removeprefix("http://").split(":")
+    for length, part in ((100, b'{"model"'), (10, b"")):
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}"
+            connection.sendall(head.encode() + b"\r\n\r\n" + part)
+            time.sleep(0.1)
+    assert httpx.get(f"{live.url}/health").status_code == 200
+    time.sleep(0.1)
+    assert "Traceback" not in capfd.readouterr().err + caplog.text
