@@ -22,13 +22,15 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = ("agents", "cli", "remote", "serve", "train")
 TEST_TOOLS = ("pytest", "pytest-asyncio", "hypothesis", "beartype", "openai")
 TESTS = (
-    *("tests/api/test_session.py", "tests/agents/test_step_graph.py", "tests/kv_cache/test_container.py"),
-    *("tests/models/test_architectures.py", "tests/models/test_lora.py", "tests/models/test_tokenizer_fields.py"),
-    *(
-        "tests/prompt_cache/test_parser.py",
-        "tests/server/test_request_body.py",
-        "tests/server/openai/test_answer_loop.py",
-    ),
+    "tests/api/test_session.py",
+    "tests/agents/test_step_graph.py",
+    "tests/kv_cache/test_container.py",
+    "tests/models/test_architectures.py",
+    "tests/models/test_tokenizer_fields.py",
+    "tests/prompt_cache/test_parser.py",
+    "tests/reports/test_adapters_and_caches.py",
+    "tests/server/test_request_body.py",
+    "tests/server/openai/test_answer_loop.py",
     "tests/test_foreign_files.py",
 )
 

@@ -300,7 +300,7 @@ def _resolve_source(model: str) -> tuple[str, str]:
     path = Path(model).expanduser()
     if model.lower().endswith(".gguf"):
         if not path.is_file():
-            raise ModelError(f"model {model!r}: no such file")
+            raise ModelError(f"model {model!r}: no such file: check the path")
         return _convert(path), path.stem
     if path.is_dir():
         if not (path / "config.json").is_file():
