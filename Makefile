@@ -1,5 +1,5 @@
-# make setup | demo | serve | test | test-all | test-isa | test-vllm | check | style | docs | release-check | bench NAME=... [ARGS=...] | torture [ARGS=...]
-# Everything runs inside .venv, test-vllm inside .venv-vllm.
+# make setup | demo | serve | test | test-all | test-isa | test-vllm | test-versions | check | audit | reproducible | style | docs | release-check | bench NAME=... [ARGS=...] | torture [ARGS=...]
+# Everything runs inside .venv, test-vllm inside .venv-vllm, test-versions inside .venv-lowest and .venv-newest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: setup demo serve test test-isa test-vllm test-all test-slow check style format docs bench torture wheel release-check clean
+.PHONY: setup demo serve test test-isa test-vllm test-versions audit reproducible test-all test-slow check style format docs bench torture wheel release-check clean
 
 setup: $(READY)
 
@@ -56,6 +56,20 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/import_circles.py
+	$(BIN)/python .ci/licences.py --check
+
+# A short set of tests with the lowest and the newest versions that pyproject.toml admits, each in an environment of its own.
+test-versions: $(READY)
+	$(BIN)/python .ci/test_versions.py lowest
+	$(BIN)/python .ci/test_versions.py newest
+
+# Known vulnerabilities of what is installed, where the data of pip-audit can be had.
+audit: $(READY)
+	$(BIN)/python .ci/audit.py $(ARGS)
+
+# Builds wheel and source distribution twice, and compares their bytes.
+reproducible: $(READY)
+	$(BIN)/python .ci/reproducible_wheel.py $(ARGS)
 
 # A report, which never fails: words, names, docstrings and files that a reader may stumble over.
 style: $(READY)

@@ -174,7 +174,7 @@ def parse_yaml(text: str, extra: str) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             self.depth += 1
             if self.depth > MAX_YAML_DEPTH:
-                raise ValueError(f"more than {MAX_YAML_DEPTH} levels: use fewer")
+                raise ValueError(f"nested too deep, in more than {MAX_YAML_DEPTH} levels: use fewer")
             node = super().compose_node(parent, index)
             self.depth -= 1
             if id(node) not in sizes and isinstance(node, yaml.CollectionNode):

@@ -5,7 +5,9 @@ import struct
 
 import pytest
 from helpers import char_tokenizer, tiny_models
+from peft import LoraConfig, get_peft_model
 
+from choreograph import Engine
 from choreograph.agents import StepGraph
 from choreograph.cli import common
 from choreograph.cli.serve_command import _option_names, _read_config
@@ -50,6 +52,33 @@ def test_a_configuration_of_a_larger_model_is_refused_before_memory_is_allocated
     change(model_folder / "config.json", **fields)
     with pytest.raises(ModelError, match=rf"'tiny': its configuration .*{reason}.*get all files of one version"):
         load(model_folder)
+
+
+def test_an_index_that_names_weights_outside_of_the_folder_is_refused(model_folder):
+    (model_folder / "model.safetensors").rename(model_folder.parent / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tiny_models.build().state_dict(), "../model.safetensors")}
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"names '\.\./model\.safetensors', outside of its folder"):
+        load(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("alpha_pattern", "x"),
+        ("alpha_pattern", {"(": 1}),
+        ("alpha_pattern", {"q_proj": "many"}),
+        ("lora_alpha", None),
+        ("lora_alpha", [4]),
+        ("lora_alpha", float("inf")),
+    ],
+)
+def test_a_scale_of_an_adapter_that_is_no_number_is_refused(tmp_path, field, value):
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(tiny_models.build(), config).save_pretrained(str(tmp_path / "adapter"))
+    change(tmp_path / "adapter" / "adapter_config.json", **{field: value})
+    with pytest.raises(ModelError, match=f"adapter 'a' of .*{field}|adapter 'a' of .*lora_alpha"):
+        Engine.from_pretrained(tiny_models.build()).add_adapter("a", tmp_path / "adapter")
 
 
 def test_an_error_of_a_library_names_the_model_and_the_fix(model_folder):
@@ -140,10 +169,10 @@ def test_records_that_are_nested_deep_are_refused(tmp_path):
     assert common.parse_options([f"depth={DEEP}", "digits=" + "9" * 5000]) == {"depth": DEEP, "digits": "9" * 5000}
 
 
-@pytest.mark.parametrize("conditions", [[1], [None], [["a"]], "baseline", {"a": 1}, 7])
+@pytest.mark.parametrize("conditions", [[1], [None], [["a"]], "baseline", 7])
 def test_conditions_of_a_run_are_names(tmp_path, conditions):
     (tmp_path / "settings.json").write_text(json.dumps({"conditions": conditions}))
-    with pytest.raises(DataError, match="is no list of names"):
+    with pytest.raises(DataError, match="does not name them"):
         load_run(tmp_path)
 
 

@@ -181,7 +181,9 @@ class HFModel:
                 return model_info
         except Exception as exc:
             reason = str(exc)[:300]
-            raise ModelError(f"{name}: architecture {config.model_type!r} cannot be served: {reason}") from exc
+            raise ModelError(
+                f"{name}: architecture {config.model_type!r} cannot be served: {reason}; use a model of docs/models.md"
+            ) from exc
 
     def quantize(self, scheme: str) -> None:
         """Quantize the weights in place.

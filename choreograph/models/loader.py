@@ -6,6 +6,7 @@ in the user's cache directory (`gguf_file.py`).
 
 import contextlib
 import importlib.util
+import json
 import logging
 import os
 import platform
@@ -231,7 +232,7 @@ def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrained
     config = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE)
     check_rope(config, name)
     if Path(source).is_dir():
-        _check_sizes(config, Path(source), name)
+        _check_files(config, Path(source), name)
     options = kwargs | NO_REMOTE_CODE | {"ignore_mismatched_sizes": True}  # to name the weights
     result: Any = AutoModelForCausalLM.from_pretrained(source, **options, output_loading_info=True)
     model, info = result
@@ -253,8 +254,14 @@ def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrained
     return model
 
 
-def _check_sizes(config: Any, folder: Path, name: str) -> None:
-    """Refuse a configuration of a much larger model than the weights, before memory is allocated for it."""
+def _check_files(config: Any, folder: Path, name: str) -> None:
+    """Refuse weights outside of the folder, and a configuration of a much larger model before memory is allocated."""
+    for index in folder.glob("*.index.json"):
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        if outside := next((file for file in names if Path(file).name != file), None):
+            raise ModelError(
+                f"model {name!r}: {index.name} names {outside!r}, outside of its folder: use names of files"
+            )
     layers, num_bytes = set[int](), 0
     for file in folder.glob("*.safetensors"):
         num_bytes += file.stat().st_size
@@ -293,7 +300,7 @@ def _resolve_source(model: str) -> tuple[str, str]:
     path = Path(model).expanduser()
     if model.lower().endswith(".gguf"):
         if not path.is_file():
-            raise ModelError(f"model {model!r}: no such file")
+            raise ModelError(f"model {model!r}: no such file: check the path")
         return _convert(path), path.stem
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -6,7 +6,9 @@ to the tokens that use it. The model itself is unchanged and computes as before 
 
 import hashlib
 import json
+import math
 import os
+import re
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,8 +122,6 @@ class LoraManager:
 
 def _load(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> LoraWeights:
     require("peft", "train")
-    from peft.utils.other import get_pattern_key
-
     config, tensors = _read_files(name, source)
     label = f"adapter {name!r} of {source}"
     modules = dict(model.named_modules())
@@ -131,6 +131,10 @@ def _load(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> 
         module, a, b = modules.get(path), tensors[key], tensors.get(key.replace(".lora_A.", ".lora_B."))
         if b is None:
             raise ModelError(f"{label}: {key} has no other half; get the file again")
+        if not (a.ndim == b.ndim == 2 and 0 < a.shape[0] == b.shape[1]):
+            raise ModelError(
+                f"{label}: {key} and its other half have shapes {list(a.shape)} and {list(b.shape)}; get its files again"
+            )
         if module is model.get_output_embeddings():
             raise ModelError(f"{label} changes {path}, the output layer: merge it into the weights instead")
         if not isinstance(module, nn.Linear):
@@ -142,8 +146,7 @@ def _load(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> 
                 f"{label}: {path} goes from {a.shape[1]} to {b.shape[0]}; this model's from "
                 f"{module.in_features} to {module.out_features}: use the model it was trained for"
             )
-        rank, patterns = a.shape[0], config.alpha_pattern or {}
-        alpha = patterns.get(get_pattern_key(list(patterns), path), config.lora_alpha)
+        rank, alpha = a.shape[0], _alpha_of(config, path, label)
         scaled = b.float() * float(alpha / (rank**0.5 if config.use_rslora else rank))
         placement: Any = {"dtype": model.dtype, "device": module.weight.device}
         weights[path] = a.to(**placement), scaled.to(**placement)
@@ -154,6 +157,20 @@ def _load(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> 
             f"{label}: it changes {others[:3] or 'nothing'}; only LoRA of linear layers is served: merge it into the weights"
         )
     return LoraWeights(name, digest.hexdigest()[:16], weights)
+
+
+def _alpha_of(config: Any, path: str, label: str) -> float:
+    """Return `lora_alpha` of a layer."""
+    from peft.utils.other import get_pattern_key
+
+    try:
+        patterns = dict(config.alpha_pattern or {})
+        alpha = patterns.get(get_pattern_key(list(patterns), path), config.lora_alpha)
+    except (TypeError, ValueError, re.error) as exc:
+        raise ModelError(f"{label}: alpha_pattern cannot be read ({exc}); get its files again") from None
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise ModelError(f"{label}: lora_alpha={reprlib.repr(alpha)} of {path}: use a number")
+    return alpha
 
 
 def _read_files(name: str, source: str | os.PathLike[str]) -> tuple[Any, dict[str, Tensor]]:

@@ -17,7 +17,9 @@ class ServerMetrics:
         self._client = require("prometheus_client", "serve")
         self.registry = self._client.CollectorRegistry(auto_describe=True)
         self._model_name = model_name
-        self._requests = self._counter("request_success", "Answers by finish reason.", "finished_reason")
+        self._requests = self._counter(
+            "request_success", "Answers by finish reason; abort: the client left.", "finished_reason"
+        )
         self._errors = self._counter("request_errors", "Failed requests by HTTP status.", "status")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
@@ -52,6 +54,10 @@ class ServerMetrics:
 
     def observe_error(self, status: int) -> None:
         self._errors.labels(self._model_name, str(status)).inc()
+
+    def observe_aborted(self, num_answers: int) -> None:
+        """Record answers whose client left; their tokens are in `computed_tokens` alone."""
+        self._requests.labels(self._model_name, "abort").inc(num_answers)
 
     def observe_answer(self, finish_reason: str, num_tokens: int, timing: Timing) -> None:
         """Record one complete answer."""

@@ -213,6 +213,8 @@ class RunningRequest:
                 self._service.metrics.observe_prompt(plan.counts)
         except BaseException as exc:
             error = asyncio.CancelledError() if self._has_disconnected else exc
+            if not isinstance(error, Exception):  # failures are counted by their status
+                self._service.metrics.observe_aborted(num_open)
             raise
         finally:
             timer.cancel()

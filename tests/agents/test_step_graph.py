@@ -184,7 +184,7 @@ def test_an_error_in_a_file_names_it_and_no_agent_stands_twice(tmp_path, name):
 def test_a_graph_nested_without_end_is_refused(tmp_path, name):
     file = tmp_path / name
     file.write_text('{"a": ' + '{"any_of": [' * 100_000 + '"a"' + "]}" * 100_000 + "}")
-    with pytest.raises(GraphError, match="recursion"):
+    with pytest.raises(GraphError, match=r"recursion|nested too deep"):
         StepGraph.read(file)
     (tmp_path / "loop.yaml").write_text("a: &x {any_of: [b, *x]}\nb:\n")
     with pytest.raises(GraphError, match="'a': what it waits for is nested too deep"):

@@ -245,7 +245,7 @@ def is_file(data: str) -> bool:
 def records(path: Path) -> Iterator[DatasetRecord]:
     """Yield the objects of a .jsonl file in UTF-8."""
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: no such file: check the path")
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue

@@ -63,8 +63,8 @@ class RunDirectory:
         self.path = path
         names: dict[str, str] = {}  # file systems may ignore case
         conditions = run_config.get("conditions", ())
-        if not isinstance(conditions, (list, tuple)) or not all(isinstance(name, str) for name in conditions):
-            raise DataError(f"{path}: conditions={conditions!r} is no list of names: make the run again")
+        if not isinstance(conditions, (Mapping, list, tuple)) or not all(isinstance(x, str) for x in conditions):
+            raise DataError(f"{path}: conditions={conditions!r} does not name them: make the run again")
         for condition in conditions:
             other = names.setdefault(self.path_for(condition).name.casefold(), condition)
             if other != condition:
