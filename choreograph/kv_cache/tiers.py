@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import CacheConfig, parse_capacity
+from ..config import CacheConfig, allocating, parse_capacity
 from ..errors import ConfigError
 from ..events import EventBus
 from ..utils import ensure_dir
@@ -175,7 +175,9 @@ def make_tiers(pool: KVPool, config: CacheConfig) -> list[Tier]:
     """Create the configured offload tiers, highest first."""
     tiers: list[Tier] = []
     if config.host_capacity:
-        tiers.append(HostTier(pool, parse_capacity(config.host_capacity, pool.bytes_per_token)))
+        num_tokens = parse_capacity(config.host_capacity, pool.bytes_per_token)
+        with allocating("host_capacity", config.host_capacity, num_tokens * pool.bytes_per_token):
+            tiers.append(HostTier(pool, num_tokens))
     if config.disk_capacity:
         tiers.append(DiskTier(pool, parse_capacity(config.disk_capacity, pool.bytes_per_token), config.disk_dir))
     return tiers
