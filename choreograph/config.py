@@ -3,7 +3,8 @@
 import dataclasses
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, dataclass_transform, get_args
@@ -212,6 +213,21 @@ def check_capacity(cache: CacheConfig, bytes_per_token: int, device_memory: int,
             raise ConfigError(f"{name}={size!r}: use {min_bytes:,} bytes ({min_tokens} tokens) or more")
         if memory is not None and num_bytes > memory:
             raise ConfigError(f"{name}={size!r}: takes {num_bytes:,} bytes, the memory has {memory:,}; use less")
+
+
+@contextmanager
+def allocating(name: str, size: object, num_bytes: int) -> Iterator[None]:
+    """Name the option whose memory cannot be allocated in the block.
+
+    Raises:
+        ConfigError: if the block has no memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as exc:  # PyTorch has an error of its own for GPUs alone
+        if isinstance(exc, RuntimeError) and "memory" not in str(exc):
+            raise
+        raise ConfigError(f"{name}={size!r}: {num_bytes:,} bytes cannot be allocated; use less") from exc
 
 
 @validated()

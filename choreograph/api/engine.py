@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention.int8_rows import SCALE_BYTES
-from ..config import EngineConfig, as_int, check_capacity, parse_capacity
+from ..config import EngineConfig, allocating, as_int, check_capacity, parse_capacity
 from ..context.feature import ContextFeature, FeatureSet
 from ..core.core import EngineCore
 from ..errors import ConfigError, ModelError
@@ -419,14 +419,15 @@ def _create_cache_manager(
         gc.collect()  # unreferenced engines contain reference cycles; free their memory now
     if capacity is None:
         capacity = hf_model.default_cache_tokens(bytes_per_token)
-    pool = KVPool(
-        pages=capacity // cache.page_size,
-        page_size=cache.page_size,
-        layers=[(model_info.kv_heads, row_width)] * model_info.layers,
-        dtype=dtype,
-        device=model_info.device,
-        poison_freed_pages=cache.poison_freed_pages,
-    )
+    with allocating("capacity", cache.capacity, capacity * bytes_per_token):
+        pool = KVPool(
+            pages=capacity // cache.page_size,
+            page_size=cache.page_size,
+            layers=[(model_info.kv_heads, row_width)] * model_info.layers,
+            dtype=dtype,
+            device=model_info.device,
+            poison_freed_pages=cache.poison_freed_pages,
+        )
     shared: dict[str, Any] = (
         {} if tp_group is None else {"executor": SyncExecutor(model_info.device), "clock": tp_group.shared_clock}
     )

@@ -89,8 +89,10 @@ def serve(
     if cluster:
         raise ConfigError(f"{next(iter(cluster))}: give --replicas too")
     uvicorn: Any = require("uvicorn", "serve")
+    app = create_app(engine := load_engine(open_engine), server_config, dashboard_tabs=DASHBOARD_TABS)
+    app.state.service.on_stop.append(engine.close)  # SIGTERM ends the process before its exit handlers run
     uvicorn.run(
-        create_app(load_engine(open_engine), server_config, dashboard_tabs=DASHBOARD_TABS),
+        app,
         **address,
         log_level=log_level,
         timeout_graceful_shutdown=server_config.drain_timeout,

@@ -21,6 +21,7 @@ import reprlib
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
@@ -324,7 +325,11 @@ class ContainerFile:
     def create(cls, path: Path, header: Header) -> "ContainerFile":
         """Write the header; all blocks must be written then."""
         file = path.open("wb")
-        file.write(header.raw)
+        try:
+            file.write(header.raw)
+        except BaseException:
+            _close_failed(file)
+            raise
         return cls(path, file, header)
 
     @classmethod
@@ -357,8 +362,13 @@ class ContainerFile:
         self.close()
 
     def write(self, block: Block) -> None:
-        self._file.seek(self.header.position(block.number))
-        self._file.writelines([*(tensor.data for tensor in block.tensors), block.checksum])
+        try:
+            self._file.seek(self.header.position(block.number))
+            self._file.writelines([*(tensor.data for tensor in block.tensors), block.checksum])
+        except BaseException:
+            self.close.detach()
+            _close_failed(self._file)
+            raise
 
     def read(self, number: int) -> Block:
         """Read and verify a block.
@@ -385,6 +395,12 @@ class ContainerFile:
             return data[start - num_bytes : start]
 
         return [self.header.read_block(receive, number) for number in range(len(self.header.blocks))]
+
+
+def _close_failed(file: BinaryIO) -> None:
+    """Close a file that could not be written, and drop what is still buffered."""
+    with suppress(OSError):
+        file.close()
 
 
 def _receive_from(file: BinaryIO, path: Path, fix: str) -> Receive:

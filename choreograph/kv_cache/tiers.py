@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import CacheConfig, parse_capacity
+from ..config import CacheConfig, allocating, parse_capacity
 from ..errors import ConfigError
 from ..events import EventBus
 from ..utils import ensure_dir
@@ -28,6 +29,11 @@ from .container import ContainerFile, EntryInfo, Header, TensorKey, TensorKind, 
 from .entry import KVEntry, KVSlice, TierCopy
 from .pool import KVPool
 from .transfer import ThreadExecutor, Transfer
+
+try:
+    import fcntl
+except ImportError:  # not on this system
+    fcntl = None  # type: ignore[assignment]
 
 
 class TransferOps(NamedTuple):
@@ -89,7 +95,8 @@ class HostTier:
 class DiskTier:
     """Disk tier: a temporary folder with one container per entry.
 
-    Methods are those of `HostTier`. The folder is removed with the engine.
+    Methods are those of `HostTier`. The folder is removed with the engine, or with the next one in its place if the
+    process was killed.
 
     Raises:
         ConfigError: if `folder` is not writable.
@@ -103,11 +110,13 @@ class DiskTier:
         if folder is not None:
             ensure_dir(Path(folder))
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix="choreograph-", dir=folder))
+            self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=folder))
+            lock = _lock_folder(self.folder)
         except OSError as exc:
             raise ConfigError(f"disk_dir={folder!r}: nothing can be written there ({exc}); use another") from None
+        _remove_abandoned(self.folder.parent)
         self._names = itertools.count(1)
-        self.close = weakref.finalize(self, _remove, self.folder, os.getpid())
+        self.close = weakref.finalize(self, _remove, self.folder, os.getpid(), lock)
 
     def fits(self, tokens: int) -> bool:
         return self.fits_when_empty(self._used + tokens)
@@ -175,7 +184,9 @@ def make_tiers(pool: KVPool, config: CacheConfig) -> list[Tier]:
     """Create the configured offload tiers, highest first."""
     tiers: list[Tier] = []
     if config.host_capacity:
-        tiers.append(HostTier(pool, parse_capacity(config.host_capacity, pool.bytes_per_token)))
+        num_tokens = parse_capacity(config.host_capacity, pool.bytes_per_token)
+        with allocating("host_capacity", config.host_capacity, num_tokens * pool.bytes_per_token):
+            tiers.append(HostTier(pool, num_tokens))
     if config.disk_capacity:
         tiers.append(DiskTier(pool, parse_capacity(config.disk_capacity, pool.bytes_per_token), config.disk_dir))
     return tiers
@@ -261,10 +272,47 @@ def _write_bytes(slots: Tensor, content: np.ndarray) -> None:
         slots.copy_(torch.from_numpy(content).view(slots.dtype).reshape(slots.shape))
 
 
-def _remove(folder: Path, pid: int) -> None:
+_FOLDER_PREFIX, _LOCK_NAME = "choreograph-", "lock"
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Mark a folder as used until this process and its forked children end; return the open file."""
+    if fcntl is None:
+        return None
+    unnamed = folder / "unlocked"
+    file = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(folder / _LOCK_NAME)  # others look at a file that is locked already
+    except OSError:  # a file system without locks: the folder is never taken for an abandoned one
+        os.close(file)
+        unnamed.unlink(missing_ok=True)
+        return None
+    return file
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of this user's processes that were killed."""
+    with suppress(OSError):
+        folders = [item for item in os.scandir(parent) if item.name.startswith(_FOLDER_PREFIX)]
+        for folder in folders if fcntl is not None else ():
+            with suppress(OSError):  # removed meanwhile, without a lock, or in use
+                is_own = folder.is_dir(follow_symlinks=False) and folder.stat().st_uid == os.getuid()
+                file = os.open(Path(folder.path, _LOCK_NAME), os.O_RDWR) if is_own else None
+                if file is not None:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(folder.path, ignore_errors=True)
+                    finally:
+                        os.close(file)
+
+
+def _remove(folder: Path, pid: int, lock: int | None) -> None:
     """Remove the folder, except in a forked child of its creator."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 TransferKind = Literal["load", "offload", "copy", "lower"]

@@ -757,3 +757,27 @@ def test_a_folder_for_the_disk_tier_may_be_made_later(tmp_path, monkeypatch):
     for folder in (None, tmp_path, tmp_path / "new" / "below", "new", "."):
         CacheConfig(disk_dir=folder)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("capacity", "choreograph.api.engine"), ("host_capacity", "choreograph.kv_cache.tiers")]
+)
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError, torch.OutOfMemoryError])
+def test_memory_that_cannot_be_had_names_the_option(name, place, kind, monkeypatch):
+    def pool(**_):
+        raise kind("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(f"{place}.KVPool", lambda *_, **options: pool(**options))
+    with pytest.raises(e.ConfigError, match=f"{name}=64: .* bytes cannot be allocated; use less"):
+        Engine.from_pretrained(
+            tiny_models.model(), config=EngineConfig(cache=CacheConfig(**{"capacity": 64, name: 64}))
+        )
+
+
+def test_other_errors_of_an_allocation_are_raised_as_they_are(monkeypatch):
+    def pool(**_):
+        raise RuntimeError("another error")
+
+    monkeypatch.setattr("choreograph.api.engine.KVPool", pool)
+    with pytest.raises(RuntimeError, match="another error"):
+        Engine.from_pretrained(tiny_models.model(), config=EngineConfig(cache=CacheConfig(capacity=64)))

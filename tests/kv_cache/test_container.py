@@ -1,10 +1,13 @@
 """The container of keys and values: what was written comes back, and nothing else does."""
 
+import gc
 import json
 import os
 import struct
+import sys
 import tracemalloc
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -389,3 +392,19 @@ def test_a_file_that_is_no_longer_read_is_closed(tmp_path):
     reads = [partial(file.read, 0) for file in files]
     del files, reads
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+@pytest.mark.parametrize("num_details", [0, 1 << 15])
+def test_a_file_that_cannot_be_written_is_closed_without_a_second_error(num_details, monkeypatch):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    rows = np.zeros((4, 1 << 15), np.uint8)
+    shapes = {(0, "keys"): (4, 1 << 13), (0, "values"): (4, 1 << 13)}
+    header = Header([EntryInfo(shapes=shapes)], torch.float32, {"text": "x" * num_details})
+    with pytest.raises(OSError, match="No space left"):
+        ContainerFile.create(Path("/dev/full"), header).write(
+            header.seal(0, [rows, rows][: len(header.blocks[0].kinds)])
+        )
+    gc.collect()
+    assert unraisable == []

@@ -648,3 +648,31 @@ def test_a_forked_child_computes_and_leaves_its_parents_files(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert folder.exists() and flow() == expected
     engine.check()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_the_files_of_a_killed_process_go_with_the_next_engine_and_those_of_others_stay(tmp_path):
+    def folder_of(engine):
+        return inspect(engine).offload_manager.tiers[-1].folder
+
+    options = {"disk_capacity": 1024, "disk_dir": tmp_path}
+    living = tiny_models.engine(**options)
+    (tmp_path / "choreograph-of-another-program").mkdir()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        (folder_of(tiny_models.engine(**options)) / "1.safetensors").write_text("half")
+        os.write(writing, b"x")
+        time.sleep(60)
+        os._exit(1)
+    assert os.read(reading, 1) == b"x"
+    abandoned = {*tmp_path.iterdir()} - {folder_of(living), tmp_path / "choreograph-of-another-program"}
+    tiny_models.engine(**options)
+    assert len(abandoned) == 1 and abandoned <= {*tmp_path.iterdir()}, "a process uses it"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    last = tiny_models.engine(**options)
+    assert not abandoned & {*tmp_path.iterdir()}
+    assert {folder_of(living), folder_of(last), tmp_path / "choreograph-of-another-program"} <= {*tmp_path.iterdir()}
+    for file in (reading, writing):
+        os.close(file)

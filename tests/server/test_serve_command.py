@@ -148,9 +148,11 @@ def test_unknown_options_and_short_keys_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_server_after_its_requests(talker_folder):
+def test_sigterm_ends_the_server_after_its_requests_and_leaves_no_files(talker_folder, tmp_path):
     command = [sys.executable, "-m", "choreograph", "serve", talker_folder, "--port", "8977", "--dtype", "float32"]
-    process = subprocess.Popen([*command, "--served-model-name", "tiny"], stderr=subprocess.PIPE, text=True)
+    command += ["--served-model-name", "tiny", "--capacity", "512", "--disk-capacity", "4096"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         end = time.monotonic() + 120
         while True:
@@ -168,7 +170,9 @@ def test_sigterm_ends_the_server_after_its_requests(talker_folder):
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert list(lines)[-2] == "data: [DONE]"
+        assert list(tmp_path.glob("choreograph-*"))
         assert process.wait(60) in (0, -signal.SIGTERM)
+        assert not list(tmp_path.glob("choreograph-*"))
     finally:
         process.kill()
         process.stderr.close()
