@@ -595,14 +595,15 @@ def linked(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
                 continue
             if selector is not None:
                 reader.enable_layer_reuse("base", "writer", selector=selector, patterns=selector.patterns)
-            result[way] = [serve_linked(reader, link, factor / seconds, selector) for factor in RATE_FACTORS]
-            knees = {name: knee(rates) for name, rates in result.items()}
+            rates = [factor / seconds for factor in RATE_FACTORS]
+            result[way] = [serve_linked(reader, link, rate, selector, STREAM_REQUESTS) for rate in rates]
+            knees = {name: knee(points) for name, points in result.items()}
             print(pair, way, result[way], flush=True)
             yield {"tokens": STREAM_TOKENS, "full prefill": seconds, "rates": result, "knee": knees}
 
 
 def serve_linked(
-    reader: Engine, link: RemoteSender, rate: float, selector: LatencyAwareSelector | None, count: int = STREAM_REQUESTS
+    reader: Engine, link: RemoteSender, rate: float, selector: LatencyAwareSelector | None, count: int
 ) -> dict[str, Any]:
     """Serve requests at a rate whose contexts are behind a link, or computed without a selector.
 
