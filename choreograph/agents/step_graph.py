@@ -270,7 +270,7 @@ def _load_file(path: Path) -> Mapping[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
         result = json.loads(text, object_pairs_hook=_unique_keys) if is_json else parse_yaml(text, "agents")
     except OSError as exc:
-        raise GraphError(exc.strerror or str(exc)) from None
+        raise GraphError(f"{exc.strerror or exc}: check the path") from None
     except GraphError:
         raise
     except RepeatedKeyError as exc:

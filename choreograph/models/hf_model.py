@@ -160,7 +160,8 @@ class HFModel:
         if architecture is not None and model_info.position_encoding not in architecture.position_encodings:
             raise ModelError(
                 f"{name}: its positions were measured to be {model_info.position_encoding!r}, its family's are "
-                f"{' or '.join(architecture.position_encodings)}; this version of transformers computes it in another way"
+                f"{' or '.join(architecture.position_encodings)}; this version of transformers, or its "
+                "configuration, computes it in another way: get its files again"
             )
         if architecture is None or needs_patch:  # a patch depends on the configuration
             verify_cache_reuse(self)

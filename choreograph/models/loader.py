@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from platformdirs import user_cache_path
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -231,7 +232,7 @@ def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrained
     """
     config = AutoConfig.from_pretrained(source, **NO_REMOTE_CODE)
     check_rope(config, name)
-    if Path(source).is_dir():
+    if Path(source).is_dir() and not Path(source).is_relative_to(user_cache_path("choreograph")):  # converted here
         _check_files(config, Path(source), name)
     options = kwargs | NO_REMOTE_CODE | {"ignore_mismatched_sizes": True}  # to name the weights
     result: Any = AutoModelForCausalLM.from_pretrained(source, **options, output_loading_info=True)

@@ -230,7 +230,7 @@ def load(data: str, *, limit: int | None = None, seed: int | None = None, split:
                 examples.append(parse_example(record, number))
     if repeated := [id for id, count in Counter(e.id for e in examples).items() if count > 1]:
         raise DataError(
-            f"{data}: several records have the same id, of {repeated[:5]}: without an id, the number is used"
+            f"{data}: several records have the same id, of {repeated[:5]}: give each its own (without an id, the number is used)"
         )
     if seed is not None:
         random.Random(seed).shuffle(examples)

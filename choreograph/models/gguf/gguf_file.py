@@ -31,6 +31,7 @@ from ...utils import atomic_write_text, require
 _log = logging.getLogger("choreograph")
 
 ROW_BYTES = 1 << 15  # rows of this size are dequantized at a time
+MAX_LAYER_RATIO = 16  # layers by the metadata over those with tensors; fewer that lack are named
 FORMAT = 2  # of the converted folder; another one is converted again
 
 
@@ -263,7 +264,7 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any], name: 
         raise ModelError(f"model {name!r}: {prefix}{key}={keys[key]!r} {reason}: use the model's safetensors")
 
     num_layers = len({key.split(".")[1] for key in tensors if key.startswith("blk.")})
-    if not isinstance(keys.get("block_count"), int) or not 0 < keys["block_count"] <= max(num_layers, 1):
+    if not isinstance(keys.get("block_count"), int) or not 0 < keys["block_count"] <= MAX_LAYER_RATIO * max(num_layers, 1):
         keys.setdefault("block_count", None)
         refuse("block_count", f"does not fit its tensors, which are of {num_layers} layers")
     window, context = keys.get("attention.sliding_window") or 0, keys.get("context_length", 0)

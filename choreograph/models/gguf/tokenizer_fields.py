@@ -68,10 +68,9 @@ def apply_tokenizer_fields(tokenizer: Any, source: str, name: str) -> None:
     ):
         tokenizer.clean_up_tokenization_spaces = False  # transformers ignores it for BPE, with a warning
     fields: Mapping[str, Any] = get_tokenizer_config(source)
-    if not isinstance(tokenizer.model_max_length, (int, float)):  # compared with the length of every text
-        raise ModelError(
-            f"model {name!r}: tokenizer_config.json has model_max_length={tokenizer.model_max_length!r}: use a number"
-        )
+    limit = getattr(tokenizer, "model_max_length", 0)
+    if not isinstance(limit, (int, float)):  # it is compared with the length of every text
+        raise ModelError(f"model {name!r}: tokenizer_config.json has model_max_length={limit!r}: use a number")
     ignored = [
         f"{key}={value!r}"
         for key, value in fields.items()
