@@ -165,6 +165,16 @@ def _graph(program: Program, *, models: Sequence[str] = ("base",), **session_opt
                 program.read(message)
 
 
+def _revisits(program: Program) -> None:
+    """Questions on documents that do not all fit on the device."""
+    rng = program.rng
+    with program.session(mode=rng.choice(("choreographed", "choreographed", "prefix"))) as session:
+        documents = [program.prefill(session, program.document(number)) for number in range(NUM_DOCUMENTS)]
+        for _ in range(rng.randint(3, 12)):
+            chosen = rng.sample(documents, rng.randint(1, 2))
+            program.read(program.decode(session, program.ids(4), chosen, sampling=program.sampling(6)))
+
+
 def _stream(program: Program) -> None:
     """Streams of text; some readers leave half-way."""
     with program.session() as session:
@@ -390,6 +400,7 @@ def _constrained(program: Program) -> None:
 Kind = Callable[[Program], None]
 KINDS: dict[str, tuple[Kind, int]] = {  # weights
     "graph": (_graph, 8),
+    "revisits": (_revisits, 3),
     "stream": (_stream, 4),
     "aborts": (_aborts, 3),
     "guard": (_guard, 3),

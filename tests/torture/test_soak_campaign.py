@@ -1,5 +1,6 @@
-"""A few seconds of the soak: nothing is lost, and its measures tell growth from none."""
+"""Programs of the soak, a few seconds of it in the slow tests, and its measures, which tell growth from none."""
 
+import os
 import random
 
 import pytest
@@ -7,8 +8,36 @@ import pytest
 from benchmarks.torture import soak
 from benchmarks.torture.campaign import Options
 from benchmarks.torture.process_memory import slope_an_hour
+from benchmarks.torture.soak_programs import KINDS, Program
+from benchmarks.torture.soak_worker import QUIET_CACHE, Report, compare, crowded_cache, finish_engine, open_engine
+from benchmarks.torture.tiny_family import save_family
+
+SHORT = ("graph", "revisits", "guard", "adapters", "siblings", "modules", "moved_kv", "constrained")
 
 
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    return save_family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.mark.parametrize("kinds", [SHORT, pytest.param(tuple(KINDS), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_programs_give_the_tokens_of_a_quiet_engine_and_leave_nothing(kinds, family, tmp_path):
+    report = Report(seed=3)
+    engine = open_engine(family, crowded_cache(str(tmp_path), 2048))
+    quiet = open_engine(family, QUIET_CACHE, backend="reference")
+    for index, kind in enumerate(kinds):
+        programs = [Program(one, family, random.Random(index), "0", one is quiet) for one in (engine, quiet)]
+        for program in programs:
+            KINDS[kind][0](program)
+        engine.check()
+        compare(report, kind, index, *(program.outputs for program in programs))
+    finish_engine(report, engine, str(tmp_path), "engine")
+    assert report.lost == []
+    assert report.counts["compared"] > 20 and not os.listdir(tmp_path)
+    quiet.close()
+
+
+@pytest.mark.slow
 def test_nothing_is_lost_or_left_after_mixed_work():
     outcome = soak.run(Options(seconds=4, seed=3))
     assert outcome.lost == ()
