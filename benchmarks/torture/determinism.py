@@ -417,11 +417,8 @@ ONE, TWO = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "2"}
 
 LINES: Mapping[str, Line] = {
     "the same program, another engine": Line("bits", check_again),
-    "the same program, another process": Line("bits", _compare_workers(ONE, ONE, bits=True), every=10),
     "the same concurrent programs": Line("bits", check_together_again),
     "keys and values back from a tier": Line("bits", check_tier_bytes),
-    "number of threads": Line("tokens", _compare_workers(ONE, TWO, bits=False), every=10),
-    "instructions of the processor": Line("tokens", check_instructions, every=10),
     "batch": Line("tokens", changed(neighbours=[2, 8])),
     "order of arrival": Line("tokens", check_order),
     "threads that call": Line("tokens", check_callers),
@@ -436,6 +433,9 @@ LINES: Mapping[str, Line] = {
     "samples of many seeds": Line("distribution", check_samples),
     "batch in bfloat16": Line("distribution", check_reduced("bfloat16"), every=5),
     "batch over keys and values in int8": Line("distribution", check_reduced("int8"), every=5),
+    "the same program, another process": Line("bits", _compare_workers(ONE, ONE, bits=True), every=10),
+    "number of threads": Line("tokens", _compare_workers(ONE, TWO, bits=False), every=10),
+    "instructions of the processor": Line("tokens", check_instructions, every=10),
 }
 
 

@@ -106,22 +106,19 @@ def prompt_reuse(reuse: str) -> Callable[[Trial], Observation]:
         again, _ = trial.attacker(
             "POST", CHAT, chat(text, reuse, logprobs=True, top_logprobs=5, cache_salt=trial.name())
         )
-        usage = reply.json()["usage"]
         distribution, expected = (json.dumps(r.json()["choices"][0]["logprobs"]) for r in (reply, again))
         return {
             "time": seconds,
-            "counts of tokens": json.dumps([usage["prompt_tokens_details"], _counts(usage)]),
+            "counts of tokens": _num_cached(reply),
             "rounding": str(distribution == expected),
         }
 
     return run
 
 
-def _counts(usage: Mapping[str, Any]) -> list[int]:
-    """Return where the tokens of a prompt came from, without how many there were to compute."""
-    return [
-        value for key, value in sorted(usage["choreography"].items()) if isinstance(value, int) and key != "computed"
-    ]
+def _num_cached(reply: httpx.Response) -> float:
+    """Return how many tokens of a prompt were found in the cache, from any source."""
+    return float(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def tokenized_text(trial: Trial) -> Observation:
@@ -218,10 +215,11 @@ def errors(trial: Trial) -> Observation:
     """Compare the texts of errors after a request of the victim that succeeded or failed."""
     secret = trial.text(20)
     trial.victim("POST", CHAT, chat(secret, "messages", temperature=0 if trial.does else -1))
+    text = "Say hello."  # the same in all trials, so that the replies are
     replies = [
-        trial.attacker("POST", CHAT, chat(secret, "messages", max_tokens=10**6))[0],
-        trial.attacker("POST", CHAT, chat(secret, "messages", model="other"))[0],
-        trial.attacker("POST", CHAT, chat(secret, "messages", structured_outputs={"regex": "("}))[0],
+        trial.attacker("POST", CHAT, chat(text, "messages", max_tokens=10**6))[0],
+        trial.attacker("POST", CHAT, chat(text, "messages", model="other"))[0],
+        trial.attacker("POST", CHAT, chat(text, "messages", structured_outputs={"regex": "("}))[0],
         trial.attacker("POST", COMPLETIONS, {"model": "model", "prompt": [10**6]})[0],
         trial.attacker("GET", f"{RESPONSES}/resp_none")[0],
     ]
@@ -236,7 +234,7 @@ def concurrent_text(trial: Trial) -> Observation:
     thread.start()
     reply, seconds = trial.attacker("POST", CHAT, chat(secret, "exact"))
     thread.join()
-    return {"time": seconds, "counts of tokens": json.dumps(reply.json()["usage"]["prompt_tokens_details"])}
+    return {"time": seconds, "counts of tokens": _num_cached(reply)}
 
 
 def _digest(trial: Trial, replies: Sequence[httpx.Response], names: Sequence[str]) -> str:
@@ -272,11 +270,7 @@ def eviction(trial: Trial) -> Observation:
     trial.attacker("POST", CHAT, body)
     for _ in range(14 if trial.does else 0):
         trial.victim("POST", CHAT, chat(trial.text(6 * NUM_WORDS), "exact"))
-    return {
-        "counts of tokens": json.dumps(
-            trial.attacker("POST", CHAT, body)[0].json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        )
-    }
+    return {"counts of tokens": _num_cached(trial.attacker("POST", CHAT, body)[0])}
 
 
 def metrics(trial: Trial) -> Observation:
