@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from choreograph import CacheConfig, Engine, EngineConfig, Message, SamplingParams
+from choreograph.models.adapter_usage import USAGE_FILE
 
 NAME = "subject"  # of the input's files, or of its folder
 
@@ -588,9 +589,8 @@ def read_backends(folder: Path) -> Any:
 
 
 def read_usage(folder: Path) -> Any:
-    from choreograph.models.adapter_usage import USAGE_FILE, read_usage
+    from choreograph.models.adapter_usage import read_usage
 
-    (folder / USAGE_FILE).write_bytes((folder / f"{NAME}.json").read_bytes())
     return read_usage(str(folder))
 
 
@@ -715,7 +715,7 @@ def create_kinds(folder: Path) -> list[FileKind]:
             8,
         ),
         FileKind("budget", budget_files(place("budget")), read_budget, lambda budget: budget.repair_for("answer"), 8),
-        FileKind("usage of an adapter", _dumped(**{f"{NAME}.json": USAGE}), read_usage, weight=4),
+        FileKind("usage of an adapter", _dumped(**{USAGE_FILE: USAGE}), read_usage, weight=4),
         FileKind(
             "training records",
             _dumped(**{f"{NAME}-train.json": TRAIN_MANIFEST, f"{NAME}.json": TRAIN_REPORT}),

@@ -101,7 +101,7 @@ class Watch:
         elif event in TOUCHES_PATHS and arguments and isinstance(arguments[0], (str, bytes, os.PathLike)):
             self.is_active = False  # resolving a path raises events of its own
             try:
-                path = os.path.realpath(os.fsdecode(arguments[0]))
+                path = os.path.realpath(os.path.join(_directory(event, arguments), os.fsdecode(arguments[0])))
             except ValueError:  # a NUL in the name, which is refused below
                 return
             finally:
@@ -112,6 +112,13 @@ class Watch:
             )
             if not path.startswith(self.folders if is_read else self.writable):
                 self.events.append(f"{'opens' if event == 'open' else event} {path}")
+
+
+def _directory(event: str, arguments: tuple[Any, ...]) -> str:
+    """Return what a relative path of an event is relative to: an open directory, or the working directory."""
+    place = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2}.get(event)
+    number = -1 if place is None or place >= len(arguments) else arguments[place]
+    return os.getcwd() if not isinstance(number, int) or number < 0 else os.readlink(f"/proc/self/fd/{number}")
 
 
 class Work:
