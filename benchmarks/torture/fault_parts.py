@@ -17,7 +17,7 @@ from choreograph.api.concurrency import run_concurrently
 from choreograph.events import Event
 from choreograph.kv_cache.transfer import Transfer
 
-from .fault_case import NO_FAMILY, Case, Injected, Result, expect, hf_model_of, run_graph
+from .fault_case import NO_FAMILY, Case, Injected, Node, Result, expect, hf_model_of, run_graph
 from .soak_programs import KINDS, Program
 from .tiny_family import tokenizer
 
@@ -229,9 +229,9 @@ def _dropped_generators(case: Case) -> None:
 
 def _cancelled_tasks(case: Case) -> None:
     """Tasks that wait for messages are cancelled at random moments, and others wait again."""
-    graph, rng, number = case.draw_graph(), case.rng, 0
+    rng, number = case.rng, 0
 
-    async def main(engine: Engine) -> list[Result]:
+    async def main(engine: Engine, graph: list[Node]) -> list[Result]:
         nonlocal number
         results: list[Result] = [[] for _ in graph]
         with engine.session(seed=1) as session:
@@ -248,7 +248,7 @@ def _cancelled_tasks(case: Case) -> None:
 
             while not all(message.done for message in messages):
                 tasks = [asyncio.create_task(wait(message)) for message in rng.sample(messages, min(3, len(messages)))]
-                for _ in range(rng.randrange(6)):
+                for _ in range(rng.randrange(4)):
                     await asyncio.sleep(0)
                 for task in tasks:
                     number += not task.done()
@@ -259,8 +259,10 @@ def _cancelled_tasks(case: Case) -> None:
         return results
 
     with case.engine(**TIERS, disk_dir=case.folder) as engine:
-        results = asyncio.run(main(engine))
-        expect(not case.check_graph(graph, results), "a request fails because of a cancelled task")
+        for _ in range(8):
+            graph = case.draw_graph(20)
+            results = asyncio.run(main(engine, graph))
+            expect(not case.check_graph(graph, results), "a request fails because of a cancelled task")
         case.inject("cancelled tasks", number)
 
 
@@ -317,15 +319,14 @@ def _interrupts(case: Case) -> None:
     """SIGINT at random moments of calls, steps and closing."""
     if threading.current_thread() is not threading.main_thread():
         return
-    interrupts = _Interrupts(random.Random(case.rng.random()))
     with case.engine(**TIERS, disk_dir=case.folder) as engine:
-        for _ in range(3):
-            graph = case.draw_graph(20)
+        for _ in range(8):
+            graph, interrupts = case.draw_graph(20), _Interrupts(random.Random(case.rng.random()))
             with interrupts.running():
                 results = run_graph(engine, graph, attempt=interrupts.attempt)
             engine.check()
             expect(not case.check_graph(graph, results), "a request fails because of an interrupt")
-        case.inject("interrupts", interrupts.count)
+            case.inject("interrupts", interrupts.count)
 
 
 def _clocks(case: Case) -> None:

@@ -308,27 +308,39 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start_nodes(attempts: int = 5) -> Any:
+    """Start a Ray of two nodes; a busy machine may need several attempts."""
+    from ray.cluster_utils import Cluster as RayCluster
+
+    while True:
+        nodes, attempts = RayCluster(), attempts - 1
+        try:
+            nodes.add_node(**NODE_OPTIONS, include_dashboard=False)
+            nodes.add_node(**NODE_OPTIONS)
+            return nodes
+        except Exception:  # Ray waits 30 s for a node, and raises no type of its own
+            nodes.shutdown()
+            if not attempts:
+                raise
+
+
 @contextmanager
 def running_cluster(options: Options, tally: Tally) -> Iterator[Cluster]:
     """Start a Ray of two nodes and the server; stop them and all of their processes."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "180"}
-    os.environ["RAY_raylet_start_wait_time_s"] = "240"
     os.environ["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"] = "1000"  # replicas are killed before Serve has seen them run
     root = str(Path(__file__).parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])  # of the workers
     import ray
     from ray import serve
-    from ray.cluster_utils import Cluster as RayCluster
 
     from choreograph.cluster import deployment
     from choreograph.server.server_config import ServerConfig
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with tempfile.TemporaryDirectory() as folder:
-        family, nodes = save_family(Path(folder)), RayCluster()
+        family, nodes = save_family(Path(folder)), start_nodes()
         try:
-            nodes.add_node(**NODE_OPTIONS, include_dashboard=False)
-            nodes.add_node(**NODE_OPTIONS)
             ray.init(address=nodes.address, log_to_driver=False)
             app = deployment.bind_app(
                 partial(open_replica, family.base),

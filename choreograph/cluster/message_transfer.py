@@ -283,7 +283,9 @@ class MessageFetcher:
                         began += now() - before
                         deadline.reschedule(began + timeout)
                     for info, block in layers:
-                        arriving[info.entry].layers[info.layer].set_result(block)
+                        layer = arriving[info.entry].layers[info.layer]
+                        if not layer.done():  # it may arrive twice, and is the same by its checksum
+                            layer.set_result(block)
                     started.set()
                     if not num_imported:
                         return

@@ -92,6 +92,21 @@ async def test_failed_transfers_end_in_computing(talker_folder, monkeypatch, gro
             assert replicas.fetcher.num_failures == number + 2, name
 
 
+@BY_LAYER
+async def test_what_arrives_twice_is_used_once(talker_folder, group_bytes):
+    async def repeated(groups):
+        async for group in groups:
+            yield group
+            yield group
+
+    async with pair(talker_folder, group_bytes=group_bytes) as replicas:
+        expected = (await replicas.run(replicas.source, spec_of(message(1))))[0]
+        replicas.change = repeated
+        tokens, _, counts = await replicas.run(replicas.reader, spec_of(message(1)))
+        assert (tokens, counts.remote, counts.computed) == (expected, 48, 2)
+        assert replicas.fetcher.num_failures == 0
+
+
 async def test_a_step_begins_before_all_layers_are_there(talker_folder):
     async with pair(talker_folder, group_bytes=1) as replicas:
         spec = spec_of(message(1), message(2))
