@@ -28,10 +28,10 @@ class Options:
     seconds: float  # after which no new input is tried
     seed: int  # of everything that is drawn
 
-    def rounds(self) -> Iterator[int]:
-        """Yield 0, 1, 2, ... until the time has passed; at least one."""
+    def rounds(self, at_least: int = 1) -> Iterator[int]:
+        """Yield 0, 1, 2, ... until the time has passed and there were as many as that."""
         deadline, index = time.monotonic() + self.seconds, 0
-        while index == 0 or time.monotonic() < deadline:
+        while index < at_least or time.monotonic() < deadline:
             yield index
             index += 1
 

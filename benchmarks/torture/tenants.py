@@ -367,7 +367,7 @@ def save_model(folder: Path) -> Path:
 
 
 def run(options: Options, attacks: Mapping[str, Attack] = ATTACKS) -> Outcome:
-    """Try all attacks in turns until the time has passed, then test every channel."""
+    """Try all attacks in turns, once at least, until the time has passed; then test every channel."""
     tally, seen = Tally(options), dict[str, list[tuple[bool, float | str]]]()
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder))
@@ -375,7 +375,7 @@ def run(options: Options, attacks: Mapping[str, Attack] = ATTACKS) -> Outcome:
             server(str(model), dtype="float32", reuse="exact") as (url, _),
             httpx.Client(base_url=url, timeout=60) as client,
         ):
-            for index in options.rounds():
+            for index in options.rounds(len(attacks)):
                 names = list(attacks)
                 name, turn = names[index % len(names)], index // len(names)
                 if turn % attacks[name].every:

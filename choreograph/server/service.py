@@ -56,7 +56,7 @@ def drop_word_cache(tokenizer: Any) -> None:
     tenant whether another one has sent its words.
     """
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    if hasattr(model, "_resize_cache"):  # other models have no cache
+    if model is not None and hasattr(model, "_resize_cache"):  # other models have no cache
         model._clear_cache()
         model._resize_cache(0)
 

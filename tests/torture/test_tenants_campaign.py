@@ -38,12 +38,10 @@ def test_p_values_are_corrected_in_order():
     assert tenants.holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
 
 
-def test_a_few_trials_of_every_attack_see_nothing_of_the_other_tenant(monkeypatch):
-    """Times need thousands of trials; what a few show is replies and counts of tokens."""
+def test_a_trial_of_every_attack_sees_nothing_of_the_other_tenant(monkeypatch):
+    """A few trials prove nothing: they show that every attack runs and every channel is read."""
     monkeypatch.setattr(tenants, "WARM_UP", 0)
-    monkeypatch.setattr(tenants, "MAX_P", 1e-6)
-    outcome = tenants.run(Options(seconds=6, seed=1), tenants.CONTENT)
+    outcome = tenants.run(Options(seconds=0, seed=1), tenants.CONTENT)
     assert not outcome.lost
-    assert outcome.inputs >= len(tenants.CONTENT)
-    counted = [name for name in outcome.details["channels"] if "time" not in name]
-    assert len(counted) >= 10
+    assert outcome.inputs == len(tenants.CONTENT)
+    assert {name.partition(":")[0] for name in outcome.details["channels"]} == set(tenants.CONTENT)
