@@ -264,7 +264,9 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any], name: 
         raise ModelError(f"model {name!r}: {prefix}{key}={keys[key]!r} {reason}: use the model's safetensors")
 
     num_layers = len({key.split(".")[1] for key in tensors if key.startswith("blk.")})
-    if not isinstance(keys.get("block_count"), int) or not 0 < keys["block_count"] <= MAX_LAYER_RATIO * max(num_layers, 1):
+    if not isinstance(keys.get("block_count"), int) or not 0 < keys["block_count"] <= MAX_LAYER_RATIO * max(
+        num_layers, 1
+    ):
         keys.setdefault("block_count", None)
         refuse("block_count", f"does not fit its tensors, which are of {num_layers} layers")
     window, context = keys.get("attention.sliding_window") or 0, keys.get("context_length", 0)
