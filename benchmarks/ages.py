@@ -56,6 +56,37 @@ CHANGES = (
         ),
         concerns_only_times=True,
     ),
+    Change(
+        "2026-12-01",
+        "1d89a1c8",
+        "one call for all layers",
+        frozenset(
+            {
+                *(
+                    "arena",
+                    "kvflow",
+                    "kvflow_calibration",
+                    "kvflow_peer",
+                    "load",
+                    "peers",
+                    "peers_avx2",
+                    "prompt_cache",
+                ),
+                *(
+                    "prompt_cache_longbench",
+                    "quantization",
+                    "reuse",
+                    "scaling",
+                    "serve",
+                    "speculative",
+                    "speed",
+                    "startup",
+                ),
+                *("steps", "steps_avx2", "ttft"),
+            }
+        ),
+        concerns_only_times=True,
+    ),
 )
 # Parts of the result of `reuse` that are times.
 TIMED_PARTS = frozenset({"latency", "linked", "remote", "stream"})

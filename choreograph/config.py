@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -225,7 +226,7 @@ def allocating(name: str, size: object, num_bytes: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as exc:  # PyTorch has an error of its own for GPUs alone
-        if isinstance(exc, RuntimeError) and "memory" not in str(exc):
+        if isinstance(exc, RuntimeError) and not re.search("out of memory|can't allocate memory", str(exc)):
             raise
         raise ConfigError(f"{name}={size!r}: {num_bytes:,} bytes cannot be allocated; use less") from exc
 

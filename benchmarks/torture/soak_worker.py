@@ -218,10 +218,10 @@ def serving(engine: Engine, **options: Any) -> Iterator[tuple[str, Any]]:
     import uvicorn
 
     from choreograph.server.app import create_app
-    from choreograph.server.server_config import ServerConfig
+    from choreograph.server.server_config import KEEP_ALIVE_SECONDS, ServerConfig
 
     app = create_app(engine, ServerConfig(api_keys=KEYS, served_model_name="base", **options))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_keep_alive=KEEP_ALIVE_SECONDS))
     thread = threading.Thread(target=server.run, name="server", daemon=True)
     thread.start()
     while not server.started:

@@ -124,14 +124,23 @@ class CppBackend:
         self._kernel.restype = None
         self.address = ctypes.cast(self._kernel, _POINTER).value
 
+    def check(self, head_dim: int, dtype: torch.dtype, keys: Tensor) -> None:
+        """Check that the kernel computes with these.
+
+        Args:
+            dtype: of the batch.
+            keys: stored ones of a layer.
+        """
+        if (actual := (head_dim, dtype, keys.shape[-1], keys.dtype)) != self._expected:
+            raise TypeError(
+                f"the kernel is built for head dimensions and types of the batch and cache {self._expected}, not {actual}"
+            )
+
     def __call__(self, call: AttentionCall) -> Float[Tensor, "N H D"]:
         """Write the batch's keys and values into their slots, then compute attention."""
         query, key, value, keys, values = call.query, call.key, call.value, call.keys, call.values
         num_heads, num_tokens, head_dim = query.shape
-        if (actual := (head_dim, query.dtype, keys.shape[-1], keys.dtype)) != self._expected:
-            raise TypeError(
-                f"the kernel is built for head dimensions and types of the batch and cache {self._expected}, not {actual}"
-            )
+        self.check(head_dim, query.dtype, keys)
         aligned = call.metadata.with_aligned_rows()
         num_rows = num_tokens if aligned is None else aligned.metadata.num_tokens
         out = torch.empty(num_rows, num_heads, head_dim, dtype=query.dtype)

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..server.server_config import ProxyConfig
+from ..server.server_config import KEEP_ALIVE_SECONDS, ProxyConfig
 from ..utils import importing_torch, require
 from .config_options import add_parameters, config_parameters
 
@@ -26,7 +26,15 @@ def proxy(
     config = ProxyConfig(**{name: value for name, value in options.items() if value is not None})
     app = create_proxy_app(config, has_holes=check_upstream(config))
     uvicorn: Any = require("uvicorn", "serve")
-    uvicorn.run(app, host=host, port=port, log_level=log_level, server_header=False, date_header=False)
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        log_level=log_level,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        server_header=False,
+        date_header=False,
+    )
 
 
 add_parameters(proxy, config_parameters([ProxyConfig]))

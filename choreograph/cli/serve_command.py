@@ -13,7 +13,7 @@ import typer
 from ..cluster.cluster_config import ClusterConfig
 from ..config import CacheConfig, EngineConfig, SchedulerConfig
 from ..errors import ConfigError
-from ..server.server_config import ServerConfig, read_api_keys, take_engine, take_options
+from ..server.server_config import KEEP_ALIVE_SECONDS, ServerConfig, read_api_keys, take_engine, take_options
 from ..utils import importing_torch, parse_yaml, require
 from . import common
 from .config_options import add_parameters, config_parameters, is_list, read_value
@@ -96,6 +96,7 @@ def serve(
         **address,
         log_level=log_level,
         timeout_graceful_shutdown=server_config.drain_timeout,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         server_header=False,
     )
 

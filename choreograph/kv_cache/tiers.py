@@ -7,6 +7,7 @@ disk tier writes one file per entry (`container`).
 
 import itertools
 import os
+import platform
 import shutil
 import tempfile
 import weakref
@@ -272,7 +273,16 @@ def _write_bytes(slots: Tensor, content: np.ndarray) -> None:
         slots.copy_(torch.from_numpy(content).view(slots.dtype).reshape(slots.shape))
 
 
-_FOLDER_PREFIX, _LOCK_NAME = "choreograph-", "lock"
+_FOLDER_PREFIX, _LOCK_NAME = "choreograph-", ".choreograph-disk-tier.lock"
+
+
+def _machine() -> str:
+    """Return what names this machine: file locks may hold on one machine only.
+
+    On Linux it is the same in all containers of a kernel, and another one after each boot.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else platform.node()
 
 
 def _lock_folder(folder: Path) -> int | None:
@@ -283,6 +293,7 @@ def _lock_folder(folder: Path) -> int | None:
     file = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(file, _machine().encode())
         unnamed.rename(folder / _LOCK_NAME)  # others look at a file that is locked already
     except OSError:  # a file system without locks: the folder is never taken for an abandoned one
         os.close(file)
@@ -292,19 +303,29 @@ def _lock_folder(folder: Path) -> int | None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of this user's processes that were killed."""
+    """Remove the folders of this user's processes that were killed on this machine."""
     with suppress(OSError):
         folders = [item for item in os.scandir(parent) if item.name.startswith(_FOLDER_PREFIX)]
         for folder in folders if fcntl is not None else ():
-            with suppress(OSError):  # removed meanwhile, without a lock, or in use
-                is_own = folder.is_dir(follow_symlinks=False) and folder.stat().st_uid == os.getuid()
-                file = os.open(Path(folder.path, _LOCK_NAME), os.O_RDWR) if is_own else None
-                if file is not None:
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(folder.path, ignore_errors=True)
-                    finally:
-                        os.close(file)
+            with suppress(OSError):  # removed meanwhile, without a lock, in use, or with files of others
+                if folder.is_dir(follow_symlinks=False) and folder.stat().st_uid == os.getuid():
+                    _remove_if_unlocked(Path(folder.path))
+
+
+def _remove_if_unlocked(folder: Path) -> None:
+    """Remove the files of a disk tier, then its folder, if no process holds its lock."""
+    lock = folder / _LOCK_NAME
+    file = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.read(file, 4096) != _machine().encode():
+            return
+        for copy in folder.glob("*.safetensors*"):
+            copy.unlink()
+        lock.unlink()  # last: until then, the next engine finds the folder
+    finally:
+        os.close(file)
+    folder.rmdir()
 
 
 def _remove(folder: Path, pid: int, lock: int | None) -> None:

@@ -258,13 +258,13 @@ def _from_pretrained_strict(name: str, source: Any, **kwargs: Any) -> PreTrained
 def _check_files(config: Any, folder: Path, name: str) -> None:
     """Refuse weights outside of the folder, and a configuration of a much larger model before memory is allocated."""
     for index in folder.glob("*.index.json"):
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
         if outside := next((file for file in names if Path(file).name != file), None):
             raise ModelError(
                 f"model {name!r}: {index.name} names {outside!r}, outside of its folder: use names of files"
             )
     layers, num_bytes = set[int](), 0
-    for file in folder.glob("*.safetensors"):
+    for file in folder.glob("model*.safetensors"):
         num_bytes += file.stat().st_size
         with safe_open(file, "pt") as tensors:
             layers |= {int(match[2]) for key in tensors.keys() if (match := LAYER_WEIGHT.match(key))}  # noqa: SIM118

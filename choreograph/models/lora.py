@@ -131,7 +131,7 @@ def _load(name: str, source: str | os.PathLike[str], model: PreTrainedModel) -> 
         module, a, b = modules.get(path), tensors[key], tensors.get(key.replace(".lora_A.", ".lora_B."))
         if b is None:
             raise ModelError(f"{label}: {key} has no other half; get the file again")
-        if not (a.ndim == b.ndim == 2 and 0 < a.shape[0] == b.shape[1]):
+        if isinstance(module, nn.Linear) and not (a.ndim == b.ndim == 2 and 0 < a.shape[0] == b.shape[1]):
             raise ModelError(
                 f"{label}: {key} and its other half have shapes {list(a.shape)} and {list(b.shape)}; get its files again"
             )

@@ -18,6 +18,7 @@ from ..errors import (
 )
 
 MAX_MESSAGE_CHARS = 2000
+CLIENT_CLOSED_REQUEST = 499  # status of a request whose client left, as nginx logs it
 
 
 class ApiError(Exception):

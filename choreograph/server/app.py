@@ -21,7 +21,7 @@ from ..api.engine import Engine
 from ..api.validation import check_tokens
 from ..errors import ChoreographError
 from ..version import __version__
-from .api_errors import ApiError, overloaded, to_api_error
+from .api_errors import CLIENT_CLOSED_REQUEST, ApiError, overloaded, to_api_error
 from .dashboard.dashboard_page import TabFactory, add_dashboard
 from .openai import chat_completions as chats
 from .openai import text_completions
@@ -233,7 +233,8 @@ def _add_error_handlers(app: FastAPI, service: InferenceService) -> None:
             error = ApiError(exc.status_code, str(exc.detail), headers=exc.headers)
         if (span := getattr(request.state, "span", None)) is not None:
             span.end(exc)
-        service.metrics.observe_error(error.status)
+        if error.status != CLIENT_CLOSED_REQUEST:  # counted as aborted
+            service.metrics.observe_error(error.status)
         return AsciiJSONResponse(error.body, error.status, error.headers)
 
     for kind in (ApiError, ChoreographError, RequestValidationError, HTTPException, Exception):

@@ -17,9 +17,8 @@ from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.requests import ClientDisconnect
 
-from .api_errors import ApiError, context_exceeded, to_api_error
+from .api_errors import CLIENT_CLOSED_REQUEST, ApiError, context_exceeded, to_api_error
 
-CLIENT_CLOSED_REQUEST = 499  # as nginx logs it
 MAX_CONTAINERS = 1 << 16  # objects and lists of one body
 MAX_VALUES = 1 << 20  # members and elements of one body, such as token ids
 MAX_MEMBERS = 1 << 17  # of all objects of one body

@@ -17,7 +17,7 @@ from ..outputs import TokenLogprob
 from ..request.decode_state import TokenMask
 from ..sampling_params import SamplingParams
 from ..utils import call_all
-from .api_errors import ApiError
+from .api_errors import CLIENT_CLOSED_REQUEST, ApiError
 from .dashboard.request_log import RequestRecord
 from .engine_thread import ChoiceUpdate, Generation
 from .openai.chat_prompt import ChatPrompt
@@ -212,9 +212,12 @@ class RunningRequest:
             for plan in self._plans:
                 self._service.metrics.observe_prompt(plan.counts)
         except BaseException as exc:
-            error = asyncio.CancelledError() if self._has_disconnected else exc
+            has_left = self._has_disconnected and isinstance(exc, Exception)
+            error = asyncio.CancelledError() if has_left else exc
             if not isinstance(error, Exception):  # failures are counted by their status
                 self._service.metrics.observe_aborted(num_open)
+            if has_left:
+                raise ApiError(CLIENT_CLOSED_REQUEST, "the client left") from exc
             raise
         finally:
             timer.cancel()

@@ -14,6 +14,8 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from ..api.engine import Engine
 
+# Idle connections stay open for so long: longer than clients keep them, which use them again until then.
+KEEP_ALIVE_SECONDS = 75
 ReuseMode = Literal["exact", "messages", "auto"]
 ToolParser = Literal["auto", "hermes", "llama3_json"]
 

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from ..api.validation import check_tokens
 from ..errors import ConfigError, InvalidRequestError
 from ..namespace import Client
 from ..outputs import BASE_MODEL, EngineStats
+from ..utils import call_all
 from .api_errors import ApiError, context_exceeded
 from .dashboard.request_log import RequestLog
 from .engine_thread import EngineThread
@@ -34,6 +36,8 @@ from .tracing import Tracing, otlp_provider
 from .work_pool import WorkPool
 
 T = TypeVar("T")
+
+_log = logging.getLogger("choreograph")
 
 ANONYMOUS = "anonymous"  # tenant of a server without keys
 
@@ -111,8 +115,8 @@ class InferenceService:
         self.planner.store.clear()
         self.schemas.clear()
         self.pool.close()
-        for callback in self.on_stop:
-            callback()
+        for exc in call_all(self.on_stop):
+            _log.warning("the server stops: %s: %s", type(exc).__name__, exc)
         if self._compiler is not None:
             self._compiler.close()
 

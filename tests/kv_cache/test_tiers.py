@@ -676,3 +676,14 @@ def test_the_files_of_a_killed_process_go_with_the_next_engine_and_those_of_othe
     assert {folder_of(living), folder_of(last), tmp_path / "choreograph-of-another-program"} <= {*tmp_path.iterdir()}
     for file in (reading, writing):
         os.close(file)
+
+
+@pytest.mark.parametrize("content", ["", "another machine"])
+def test_folders_that_another_machine_or_program_locks_stay(tmp_path, content):
+    for name in (".choreograph-disk-tier.lock", "lock"):
+        (folder := tmp_path / f"choreograph-{name}").mkdir()
+        (folder / name).write_text(content)
+        (folder / "1.safetensors").write_text("another's")
+    before = {*tmp_path.rglob("*")}
+    tiny_models.engine(disk_capacity=1024, disk_dir=tmp_path)
+    assert before <= {*tmp_path.rglob("*")}

@@ -60,7 +60,8 @@ class LayerStack:
         if len(self._rotations) < len(self._layers):
             return hidden_states
         tables = {id(pair): tuple(part.contiguous() for part in pair) for pair in self._rotations}
-        heads, kv_heads = self._layers[0].head_shape[:2]
+        heads, kv_heads, head_dim = self._layers[0].head_shape
+        step.backend.check(head_dim, hidden_states.dtype, step.keys[0])
         for index, (layer_step, pair) in enumerate(zip(self._steps, self._rotations, strict=True)):
             cos, sin = tables[id(pair)]
             layer_step.cos, layer_step.sin, layer_step.rotated = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]

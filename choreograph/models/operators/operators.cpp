@@ -27,7 +27,7 @@ struct Buffer {
 };
 
 template <class T> float rounded(float x) { T y; from_float(x, y); return to_float(y); }
-template <class T> vec rounded(vec x) {  // to nearest, ties to even
+template <class T> vec rounded(vec x) {  // to nearest, ties to even; AVX-512 bfloat16 flushes denormals to zero
   if (std::is_same<T, float>::value) return x;
 #if REGISTER == 16 && defined(__AVX512BF16__)
   return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
@@ -198,7 +198,7 @@ void linear_int4(const Linear& of, const T* x, int64_t rows, const T* residual, 
   for (int64_t i = 0; i < count; i++) from_float(to_float(out[i]) + to_float(residual[i]), out[i]);
 }
 
-// What follows a product: gate or residual, and rounding. sums, gate: rows of `stride` elements. at: of the first output
+// What follows a product: gate or residual (of PLAIN alone), and rounding. sums, gate: rows of `stride` elements. at: of the first output
 // in `out` and `residual`, whose rows have `features` elements.
 template <class T, int MODE, bool ADDS>
 void finish_rows(const float* sums, const float* gate, int stride, int rows, int width, const T* residual, T* out,
