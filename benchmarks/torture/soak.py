@@ -4,7 +4,7 @@ Two processes work at the same time on crowded engines, whose cache, host tier a
 programs in threads (`soak_programs.py`); one serves HTTP to clients of three tenants (`soak_clients.py`).
 
 Promised: every request that nobody left ends right, and a share of them equals, token by token, what a quiet engine gives;
-`check()` of every owner holds all the time; resident memory has no slope after a warm-up; no thread, file, page or
+`check()` of every owner holds all the time; resident anonymous memory has no slope after a warm-up; no thread, file, page or
 reference is left at the end.
 """
 
@@ -28,7 +28,9 @@ from .tiny_family import save_family
 NUM_CLIENTS = 24
 WARM_UP = 1 / 3  # share of the time whose memory is not looked at
 JUDGED_SECONDS = 1200  # shorter runs still warm up: their slope is reported, and not held against them
-SLOPE_LIMIT = 1.0  # MiB an hour that the interval of resident memory may be above zero, which no run can tell from none
+SLOPE_LIMIT = (
+    1.0  # MiB an hour that the interval of anonymous memory may be above zero, which no run can tell from none
+)
 FIGURES = ("rss", "anonymous", "malloc_in_use", "malloc_free", "python_blocks", "threads", "files")
 END_SECONDS = 300
 
@@ -71,12 +73,15 @@ def worker(role: str, folder: Path, seed: int) -> Iterator[Worker]:
 
 
 def growth_of(name: str, summary: dict[str, Any], options: Options) -> list[str]:
-    """Return what is lost if the memory of a worker has a slope."""
-    slope = summary["slopes_an_hour"].get("rss")
+    """Return what is lost if the memory of a worker has a slope.
+
+    Anonymous memory is looked at: the kernel drops pages of files as it likes, which hides growth in the resident set.
+    """
+    slope = summary["slopes_an_hour"].get("anonymous")
     if options.seconds < JUDGED_SECONDS or slope is None or slope["low"] <= SLOPE_LIMIT:
         return []
     text = f"{slope['value']:.1f} MiB an hour ({slope['low']:.1f} to {slope['high']:.1f})"
-    return [f"seed {options.seed}, {name}: resident memory grows by {text}"]
+    return [f"seed {options.seed}, {name}: anonymous memory grows by {text}"]
 
 
 def summary_of(report: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from .tiny_family import tokenizer
 ABORTED = 0.12  # share of requests that the client leaves
 COMPARED = 0.2  # share of the comparable requests that are compared
 WORKFLOWS = 4  # of each tenant
+TIMEOUT = 900.0  # seconds: processes may be stopped for minutes while others measure
 TOP = 20  # likeliest tokens to ask for where answers differ
 ANSWER_SCHEMA = {
     "type": "object",
@@ -53,10 +54,10 @@ class Clients:
     async def run(self, num_clients: int) -> None:
         """Run all clients until the time is over."""
         limits = httpx.Limits(max_connections=None)
-        remotes = {key: connect(self._url, api_key=key) for key in KEYS}
+        remotes = {key: connect(self._url, api_key=key, timeout=TIMEOUT) for key in KEYS}
         async with (
-            httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as self._client,
-            httpx.AsyncClient(base_url=self._quiet_url, timeout=120, limits=limits) as self._quiet,
+            httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT, limits=limits) as self._client,
+            httpx.AsyncClient(base_url=self._quiet_url, timeout=TIMEOUT, limits=limits) as self._quiet,
         ):
             await asyncio.gather(*(self._run_client(remotes) for _ in range(num_clients)))
         for remote in remotes.values():

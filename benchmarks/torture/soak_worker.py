@@ -37,6 +37,7 @@ SWAPPED = "swapped"  # an adapter of the server that is replaced all the time
 SWAPPED_FOLDERS = (2, 3)  # adapters that it is in turns
 COMPARED = 0.25  # share of programs that also run on the quiet engine
 CHECK_SECONDS = 0.5
+KEEP_ALIVE_SECONDS = 3600  # a connection that is closed while its client sends looks like a lost request
 KEYS = tuple(f"key-of-tenant-{name}" for name in TENANTS)
 MAX_LOST = 50  # lines to keep
 
@@ -255,7 +256,7 @@ def run_server(family: Family, seed: int) -> None:
         quiet = load_engine(lambda: open_engine(family, QUIET_CACHE, num_adapters=NUM_ADAPTERS, backend="reference"))
         limits: Any = {"max_requests": 3 * MAX_CLIENTS, "max_workflow_tokens": 30_000, "max_stored_responses": 60}
         with (
-            serving(quiet) as (quiet_url, _),
+            serving(quiet, max_workflow_tokens=4000, max_workflows=8, max_stored_responses=8) as (quiet_url, _),
             serving(engine, shadow_calls=0.05, max_workflows=30, **limits) as (url, service),
         ):
             store, end = service.planner.store, threading.Event()

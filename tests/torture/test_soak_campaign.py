@@ -62,6 +62,6 @@ def test_memory_that_grows_is_a_loss():
     summary = soak.summary_of({"samples": samples, "counts": {}})
     assert summary["slopes_an_hour"]["rss"]["value"] == pytest.approx(18)
     assert soak.growth_of("server", summary, Options(seconds=1200, seed=0)) == [
-        "seed 0, server: resident memory grows by 18.0 MiB an hour (18.0 to 18.0)"
+        "seed 0, server: anonymous memory grows by 18.0 MiB an hour (18.0 to 18.0)"
     ]
     assert soak.growth_of("server", summary, Options(seconds=60, seed=0)) == []
