@@ -37,6 +37,7 @@ from choreograph import (
     SchedulerConfig,
     Session,
 )
+from choreograph.errors import InvalidRequestError
 from choreograph.server.structured.constraints import (
     GrammarCompiler,
     choice_constraint,
@@ -470,6 +471,11 @@ def run(options: Options) -> Outcome:
         for index in options.rounds():
             try:
                 try_case(options, index, tally)
+            except InvalidRequestError as exc:
+                if "takes longer than" in str(exc):  # the limit of a grammar's compilation, on a machine that is busy
+                    tally.counts["cases refused for a grammar's time"] += 1
+                else:
+                    tally.lose(index, repr(exc))
             except Exception as exc:
                 tally.lose(index, f"{exc!r}: {covering_array(options.seed)[index : index + 1]}")
         tally.details["rows of the covering array"] = len(covering_array(options.seed))
