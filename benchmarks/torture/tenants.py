@@ -36,6 +36,7 @@ from .campaign import Options, Outcome, Tally
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MAX_P = 0.01  # below it, a channel tells the two cases apart
 WARM_UP = 3  # trials of each attack that are not counted
+TIMEOUT = 900  # seconds of a request; a machine may be stopped for minutes while others are measured
 NUM_WORDS = 60  # of a secret text
 RARE_EVERY = 25  # turns between two trials of a slow attack
 
@@ -373,7 +374,7 @@ def run(options: Options, attacks: Mapping[str, Attack] = ATTACKS) -> Outcome:
         model = save_model(Path(folder))
         with (
             server(str(model), dtype="float32", reuse="exact") as (url, _),
-            httpx.Client(base_url=url, timeout=60) as client,
+            httpx.Client(base_url=url, timeout=TIMEOUT) as client,
         ):
             for index in options.rounds(len(attacks)):
                 names = list(attacks)
