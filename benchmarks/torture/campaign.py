@@ -15,7 +15,7 @@ CAMPAIGNS: Mapping[str, str] = {
     "ray_faults": "failures of replicas, gateways and nodes on Ray",
     "files": "damaged and hostile files of every format",
     "tenants": "one tenant that tries to see or to time the work of another",
-    "pairs": "all pairs of features against the plain engine, bit for bit",
+    "pairs": "all pairs of features against the plain engine, token by token",
     "determinism": "each line of the table of determinism",
     "supply_chain": "versions, licences, wheels and pickles of dependencies",
 }
