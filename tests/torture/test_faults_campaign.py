@@ -24,7 +24,7 @@ def test_promises_are_kept_under_a_fault(kind, tmp_path):
 
 @pytest.mark.slow
 def test_promises_are_kept_under_all_faults():
-    outcome = faults.run(Options(seconds=90, seed=1))
+    outcome = faults.run(Options(seconds=30, seed=1))
     assert outcome.lost == ()
     assert outcome.faults > 0
 
