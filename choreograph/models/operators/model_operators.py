@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("choreograph")
 
-CHECKED_ROWS = (1, 5, 40, 80)  # tokens of the steps that operators are checked with
+CHECKED_ROWS = (1, 5, 40)  # tokens of the steps that operators are checked with
 
 
 class ModelOperators:
