@@ -125,11 +125,14 @@ class CppBackend:
         self.address = ctypes.cast(self._kernel, _POINTER).value
 
     def check(self, head_dim: int, dtype: torch.dtype, keys: Tensor) -> None:
-        """Check that the kernel computes with these.
+        """Check that the kernel is built for these shapes and types.
 
         Args:
             dtype: of the batch.
             keys: stored ones of a layer.
+
+        Raises:
+            TypeError: if it does not.
         """
         if (actual := (head_dim, dtype, keys.shape[-1], keys.dtype)) != self._expected:
             raise TypeError(

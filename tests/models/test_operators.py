@@ -173,15 +173,16 @@ def logprobs_of_a_conversation(engine):
         return [(answer.output_token_ids, answer.logprobs) for answer in (both, later)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", COVERED)
-def test_all_layers_in_one_call_are_the_layers_one_by_one(name, monkeypatch):
+def test_all_layers_in_one_call_are_the_layers_one_by_one(name, dtype, monkeypatch):
     counts = []
     call = layer_stack.LayerStack.__call__
     monkeypatch.setattr(layer_stack.LayerStack, "__call__", lambda *args, **kw: counts.append(1) or call(*args, **kw))
     results = []
     for max_rows in (256, 0):
         monkeypatch.setattr(layer_stack, "MAX_ROWS", max_rows)
-        engine = Engine.from_pretrained(random_model(name), config=EngineConfig(backend="native"))
+        engine = Engine.from_pretrained(random_model(name, dtype), config=EngineConfig(backend="native"))
         results.append((logprobs_of_a_conversation(engine), bool(counts)))
         counts.clear()
     (stacked, used), (single, unused) = results

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("choreograph")
 
-CHECKED_ROWS = (1, 5, 40)  # tokens of the steps that operators are checked with
+CHECKED_ROWS = (1, 5, 40, 80)  # tokens of the steps that operators are checked with
 
 
 class ModelOperators:
@@ -120,6 +120,7 @@ class ModelOperators:
         return [parameters[name].data_ptr() for parameters, name, _ in self._parameters]
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # kernels read what PyTorch's products return, of the model's dtype
     def _check(self, hf_model: "HFModel") -> None:
         """Compare each operator with its module, on the inputs of a forward pass of random tokens."""
         info, calls = hf_model.model_info, dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Tensor]]()
@@ -127,7 +128,7 @@ class ModelOperators:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, info.vocab_size, (num_tokens,), generator=generator).tolist()
         positions = list(range(num_tokens))
-        with ExitStack() as hooks, hf_model.attention_hook(), torch.autocast("cpu", enabled=False):
+        with ExitStack() as hooks, hf_model.attention_hook():
             for module, _ in self._operators:
 
                 def record(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -292,18 +292,18 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
   bool uses_amx = std::is_same<T, bf16>::value && in % 32 == 0 && has_amx();
   static thread_local Buffer<bf16> tiles_buffer;
   bf16* tiles = uses_amx ? tiles_buffer.reserve(amx_packed_size(rows, in)) : nullptr;
-  bool packs_weights = uses_amx && rows > AMX_FEW;
+  bool packs_tiles = uses_amx && rows > AMX_FEW;
 #else
-  constexpr bool uses_amx = false, packs_weights = false;
+  constexpr bool uses_amx = false, packs_tiles = false;
 #endif
   // weights of a chunk are packed once, and rows are finished as they are multiplied
-  bool packs = !uses_amx && packs_once<T>(rows, padded, mode == PLAIN ? CHUNK : 2 * CHUNK);
+  bool packs_chunks = !uses_amx && packs_once<T>(rows, padded, mode == PLAIN ? CHUNK : 2 * CHUNK);
   if (uses_amx || rows <= FEW) height = rows;  // weights are read once
-  if (packs) height = chunks % threads && chunks < 8 * threads ? (rows + threads - 1) / threads : rows;
-  if (packs_weights) height = 1;  // see multiply_many_rows
+  if (packs_chunks) height = chunks % threads && chunks < 8 * threads ? (rows + threads - 1) / threads : rows;
   int64_t blocks = (rows + height - 1) / height;
   height = (rows + blocks - 1) / blocks;
-  int64_t items = blocks * chunks, group = packs ? ROWS_AT_ONCE : height;
+  int64_t items = packs_tiles ? 0 : blocks * chunks;  // none: see multiply_many_rows
+  int64_t group = items == 0 ? 0 : packs_chunks ? ROWS_AT_ONCE : height;
   bool in_order = uses_amx || rows <= FEW;  // weights in the order of memory
   int64_t share = std::max<int64_t>(1, in_order ? (items + threads - 1) / threads : items / (32 * threads));
 #pragma omp parallel num_threads(threads)
@@ -321,17 +321,16 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
       enter_amx();
 #pragma omp for schedule(static)
       for (int64_t r = 0; r < rows; r += 16)
-        (packs_weights ? amx_pack_rows : amx_pack)((const bf16*)from, padded, rows, in, r, tiles);
+        (packs_tiles ? amx_pack_rows : amx_pack)((const bf16*)from, padded, rows, in, r, tiles);
     }
 #endif
     static thread_local Buffer<float> sums_buffer, gate_buffer;
     float* tile = sums_buffer.reserve(group * CHUNK);
     float* gate = mode == PLAIN ? nullptr : gate_buffer.reserve(group * CHUNK);
     static thread_local Buffer<In> weights_buffer;
-    In* packed = weights_buffer.reserve(uses_amx ? 32 * in : packs ? 2 * CHUNK * padded : tiles_size(padded));
+    In* packed = weights_buffer.reserve(uses_amx ? 32 * in : packs_chunks ? 2 * CHUNK * padded : tiles_size(padded));
 #if HAS_AMX && HAS_DOTS
-    if (packs_weights) multiply_many_rows(of, tiles, rows, (const bf16*)residual, (bf16*)out, (bf16*)packed, threads);
-    else
+    if (packs_tiles) multiply_many_rows(of, tiles, rows, (const bf16*)residual, (bf16*)out, (bf16*)packed, threads);
 #endif
 #pragma omp for schedule(dynamic, share)
     for (int64_t item = 0; item < items; item++) {
@@ -348,8 +347,8 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
       auto pack_part = [&](const Part& part, In* to) {
         pack_chunk<T>((const T*)part.weight + f0 * in, width, in, padded, to);
       };
-      if (packs) pack_part(parts[mode == PLAIN ? p : 1], packed);
-      if (packs && mode != PLAIN) pack_part(parts[0], packed + CHUNK * padded);
+      if (packs_chunks) pack_part(parts[mode == PLAIN ? p : 1], packed);
+      if (packs_chunks && mode != PLAIN) pack_part(parts[0], packed + CHUNK * padded);
       for (int64_t r0 = first; r0 < end; r0 += group) {
         int count = std::min(group, end - r0);
         auto compute = [&](const Part& part, float* to, const Part& next, int64_t next_f0) {
@@ -365,7 +364,7 @@ void linear(const Linear& of, const T* x, int64_t rows, const T* residual, T* ou
           }
           else
 #endif
-          if (packs)
+          if (packs_chunks)
             product_of_packed<T>(count, from + r0 * padded, padded, packed + (to == gate ? CHUNK * padded : 0), width, to);
           else
             product(count, from + r0 * padded, padded, weight, width, in, ahead, packed, to);
