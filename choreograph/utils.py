@@ -172,12 +172,13 @@ def parse_yaml(text: str, extra: str) -> Any:
             return node
 
         def compose_node(self, parent: Any, index: Any) -> Any:
+            is_alias = self.check_event(yaml.AliasEvent)
             self.depth += 1
             if self.depth > MAX_YAML_DEPTH:
                 raise ValueError(f"nested too deep, in more than {MAX_YAML_DEPTH} levels: use fewer")
             node = super().compose_node(parent, index)
             self.depth -= 1
-            if id(node) not in sizes and isinstance(node, yaml.CollectionNode):
+            if not is_alias and isinstance(node, yaml.CollectionNode):
                 pairs = node.value if isinstance(node, yaml.MappingNode) else ((item,) for item in node.value)
                 sizes[id(node)] = 1 + sum(sizes.get(id(child), 1) for pair in pairs for child in pair)
                 if sizes[id(node)] > MAX_YAML_VALUES:

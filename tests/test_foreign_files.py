@@ -182,3 +182,11 @@ def test_an_inconsistent_schema_is_named_by_its_file(tmp_path):
     )
     with pytest.raises(PMLError, match=r"^trip\.pml: .*'a' is declared twice"):
         load_schema(tmp_path / "trip.pml")
+
+
+def test_aliases_inside_of_their_own_anchor_hide_no_size():
+    inside = "a: &a [*a, " + "1, " * 999 + "1]\n"
+    repeated = "b: [" + "*a, " * 100 + "*a]\n"
+    assert len(parse_yaml(inside, "serve")["a"]) == 1001
+    with pytest.raises(ValueError, match="with those of aliases"):
+        parse_yaml(inside + repeated, "serve")
