@@ -3,10 +3,8 @@
 import json
 
 import httpx
-import openai
 import pytest
 from helpers.forced_answers import ASK, arguments_of, chat, tool
-from helpers.live_server import make_engine, serving
 
 SCHEMA = {
     "type": "object",
@@ -14,18 +12,6 @@ SCHEMA = {
     "required": ["name", "ok"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def live(talker_folder):
-    with serving(make_engine(talker_folder)) as server:
-        yield server
-
-
-@pytest.fixture
-def client(live):
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as result:
-        yield result
 
 
 def ask(live, path="chat/completions", **body):

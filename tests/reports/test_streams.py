@@ -3,25 +3,11 @@
 import json
 
 import httpx
-import openai
 import pytest
 from helpers.forced_answers import ASK, TOOLS, arguments_of, call, chat, forced, tool
-from helpers.live_server import make_engine, serving
 
 UTC = json.dumps({"zone": "UTC"})
 LONG = json.dumps({"zone": "a zone of many words that go on and on"})
-
-
-@pytest.fixture(scope="module")
-def live(talker_folder):
-    with serving(make_engine(talker_folder)) as server:
-        yield server
-
-
-@pytest.fixture
-def client(live):
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as result:
-        yield result
 
 
 def strict(text):

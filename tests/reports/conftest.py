@@ -1,0 +1,3 @@
+"""Fixtures of the tests of public reports."""
+
+from helpers.server_fixtures import client, live  # noqa: F401
