@@ -107,4 +107,4 @@ release-check: $(READY)
 	$(BIN)/python .ci/release_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info out
+	rm -rf $(VENV) .venv-lowest .venv-newest build dist *.egg-info out

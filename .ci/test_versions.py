@@ -1,13 +1,12 @@
 """Run a short set of tests with the lowest or the newest versions that pyproject.toml admits.
 
-usage: python .ci/test_versions.py lowest|newest [--list] [--keep NAME ...] [PYTEST ARGUMENT ...]
-
 Builds the environment .venv-lowest or .venv-newest once, with the package, the extras below and what the tests need. Lowest:
 each dependency that pyproject.toml names has the first version of its range, and pip chooses what these need in turn. Newest:
-pip chooses all, without constraints.txt. `--list` prints the versions that would be pinned; `--keep torch` leaves a package as
-constraints.txt has it, where its first version cannot be had.
+pip chooses all, without constraints.txt. `--keep torch` is for a package whose first version cannot be had. Further arguments are
+pytest's.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -77,15 +76,15 @@ def create_environment(kind: str, kept: Sequence[str]) -> Path:
 
 
 def main() -> int:
-    kind, *arguments = sys.argv[1:] or ["--help"]
-    if kind not in ("lowest", "newest"):
-        print(__doc__)
-        return 2
-    kept = []
-    while arguments[:1] == ["--keep"]:
-        kept.append(arguments[1])
-        arguments = arguments[2:]
-    if arguments == ["--list"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("lowest", "newest"))
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="PACKAGE", help="use the version of constraints.txt"
+    )
+    parser.add_argument("--list", action="store_true", help="print the versions, and install nothing")
+    options, arguments = parser.parse_known_args()
+    kind, kept = options.kind, options.keep
+    if options.list:
         print(*(pins(kept) if kind == "lowest" else map(str, requirements())), sep="\n")
         return 0
     python = create_environment(kind, kept)

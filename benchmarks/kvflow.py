@@ -209,7 +209,7 @@ class Team:
 
 
 def fixed_part(agent: Agent | Session, tokens: PromptInput, parents: Iterable[Message] = ()) -> Message:
-    """Part of an agent's prompt that stays, told to the cache where an agent says it and not a mere session."""
+    """Prefill the fixed part of a prompt, marked as fixed where an agent prefills it."""
     return agent.prefill_fixed(tokens, parents) if isinstance(agent, Agent) else agent.prefill(tokens, parents)
 
 

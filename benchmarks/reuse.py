@@ -417,13 +417,13 @@ def stream(engine: Engine, pair: str, run: Run) -> Iterator[dict[str, Any]]:
         engine.enable_layer_reuse(receiver, sender, selector=choice, patterns=choice.patterns)
         share = "recompute" if way == "recompute" else "partial"
         for factor in RATE_FACTORS:
-            rate, told = factor / seconds, Counter[str]()
+            rate, chosen = factor / seconds, Counter[str]()
             stop = engine.events.subscribe(
-                lambda e, told=told: told.update([e.data["pattern"]] if e.kind == "layers_reused" else [])
+                lambda e, chosen=chosen: chosen.update([e.data["pattern"]] if e.kind == "layers_reused" else [])
             )
             result[way].append({"rate": rate, **_serve(engine, receiver, sender, share, rate)})
             stop()
-            result[way][-1]["patterns"] = dict(told)
+            result[way][-1]["patterns"] = dict(chosen)
             print(pair, way, result[way][-1], flush=True)
         yield {"rates": result, "knee": {share: knee(points) for share, points in result.items()}}
     for what in ("ttft", "tbt", "e2e"):

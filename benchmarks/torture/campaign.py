@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 
+from choreograph import Engine
+
 # What each campaign tries, by the name of its module; `docs/reliability.md` lists them in this order.
 CAMPAIGNS: Mapping[str, str] = {
     "soak": "mixed work at full load through the server and in process",
@@ -69,6 +71,23 @@ class Tally:
         """Return what was counted so far."""
         counts = {"counts": dict(sorted(self.counts.items()))} if self.counts else {}
         return Outcome(self.inputs, self.faults, tuple(self.lost), {**counts, **self.details})
+
+
+def leftovers(engine: Engine) -> dict[str, int]:
+    """Return what an engine still holds after all of its requests and a cleared cache, by name; empty if nothing."""
+    engine.run_until_idle()
+    engine.check()
+    engine.clear_cache()
+    engine.check()
+    stats = engine.stats()
+    held = {
+        "running requests": stats.num_running,
+        "waiting requests": stats.num_waiting,
+        "referenced entries": stats.num_referenced_entries,
+        "pages": stats.num_pages - stats.num_free_pages,
+        **{f"tokens of {tier}": count for tier, count in stats.tier_tokens.items()},
+    }
+    return {name: count for name, count in held.items() if count}
 
 
 def run_here(name: str, options: Options) -> Outcome:

@@ -11,9 +11,9 @@ from typing import Any
 from choreograph import CacheConfig, ChoreographError, Engine, EngineConfig, Message, SamplingParams, Session
 from choreograph.models.hf_model import HFModel
 
-from .campaign import Tally
+from .campaign import Tally, leftovers
 from .rounding import LIMIT, Margins, first_difference
-from .soak_programs import KINDS, Output, Program
+from .soak_programs import KINDS, Program, compare_outputs
 from .tiny_family import SPECIAL, Family, build_model, tokenizer
 
 PAGE_SIZE = 8
@@ -90,7 +90,8 @@ class Case:
         quiet_engine().clear_cache()
         self.tally.counts["programs"] += 1
         self.tally.counts["requests"] += program.num_requests
-        compare_outputs(program.outputs, quiet.outputs, kind)
+        differences, _ = compare_outputs(program.outputs, quiet.outputs)
+        expect(not differences, f"{kind}, {differences}")
 
     # -- graphs, some of whose requests may fail ------------------------------------------------------------
 
@@ -146,21 +147,10 @@ class Case:
 
     def finish(self, engine: Engine) -> None:
         """Check that nothing is left in an engine; close it."""
-        engine.run_until_idle()
-        engine.check()
-        engine.clear_cache()
-        engine.check()
-        stats = engine.stats()
-        left = {
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-            "referenced": stats.num_referenced_entries,
-            "pages": stats.num_pages - stats.num_free_pages,
-            **stats.tier_tokens,
-        }
-        expect(not any(left.values()), f"left: {left}")
+        left, events = leftovers(engine), engine.stats().events
+        expect(not left, f"left: {left}")
         for kind in ("offloaded", "loaded", "recomputing", "failed_transfer", "demoted", "failed"):
-            self.tally.counts[f"events: {kind}"] += stats.events.get(kind, 0)
+            self.tally.counts[f"events: {kind}"] += events.get(kind, 0)
         engine.close()
 
     @contextmanager
@@ -169,19 +159,6 @@ class Case:
         engine = open_engine(**cache_options)
         yield engine
         self.finish(engine)
-
-
-def compare_outputs(outputs: Sequence[Output], quiet: Sequence[Output], kind: str) -> None:
-    """Raise BrokenPromise if tokens differ by more than rounding."""
-    expect(len(outputs) == len(quiet), f"{kind}: {len(outputs)} results instead of {len(quiet)}")
-    for output, other in zip(outputs, quiet, strict=True):
-        place = first_difference(output.tokens, other.tokens)
-        if output.tokens == other.tokens:
-            continue
-        margins = other.margins.values if other.margins is not None else []
-        if place < len(margins) and margins[place] < LIMIT:
-            return  # rounding: what follows reads other tokens
-        raise BrokenPromise(f"{kind}, {output.name}: {output.tokens} instead of {other.tokens}")
 
 
 def run_graph(

@@ -41,7 +41,7 @@ MAX_WAIT_SECONDS = 300.0  # without a result, for an input that waits and comput
 MAX_BYTES = 1 << 30  # that one input may add to the resident memory
 ADDRESS_SPACE = 6 << 30  # that one input may reserve; more raises MemoryError
 INPUTS_PER_FORK = 300
-# What to do, what would be right, or the place in a text that somebody has written
+# What an error has to contain one of: what to do, what is expected, or the place in the file
 FIX = re.compile(
     r"\b(use|give|get|remove|write|name|run|install|load|make|train|profile|check|close|add|move|map|merge|rename|save|keep|"
     r"learn|calibrate|declare|export|set|raise|correct|repair|separate|start|convert|choose|say|end|replace|ask|"

@@ -1,6 +1,7 @@
 """A tiny random model in float32 with a tokenizer of bytes: thousands of cases in minutes."""
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-SPECIAL = ("<end>", "<|system|>", "<|user|>", "<|assistant|>")
+END_TOKEN = "<end>"
+SPECIAL = (END_TOKEN, "<|system|>", "<|user|>", "<|assistant|>")
 END = 0  # id of the token that ends a message
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<end>' }}{% endfor %}"
@@ -18,24 +20,39 @@ POSITIONS = 2048
 LAYERS = 3
 
 
-@cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each byte, and a chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({token: number for number, token in enumerate([*SPECIAL, *alphabet])}, []))
+def byte_tokenizer(
+    special: Sequence[str], alphabet: Sequence[str], template: str, unknown: str | None = None
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer without merges.
+
+    Args:
+        special: tokens that the template writes, one of them `END_TOKEN`.
+        alphabet: tokens of single bytes, as byte-level tokenizers write them.
+        unknown: token of all other bytes.
+    """
+    vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    result = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL[END])
-    result.add_special_tokens({"additional_special_tokens": list(SPECIAL[1:])})
-    result.chat_template = TEMPLATE
+    result = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=unknown, eos_token=END_TOKEN)
+    others = [token for token in special if token not in (END_TOKEN, unknown)]
+    result.add_special_tokens({"additional_special_tokens": others})
+    result.chat_template = template
     return result
 
 
-def build(seed: int = 1) -> LlamaForCausalLM:
-    """Return a new random Llama."""
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each byte, and a chat template."""
+    return byte_tokenizer(SPECIAL, sorted(pre_tokenizers.ByteLevel.alphabet()), TEMPLATE)
+
+
+def build(seed: int = 1, of: PreTrainedTokenizerFast | None = None) -> LlamaForCausalLM:
+    """Return a new random Llama for a tokenizer, by default that of this module."""
+    of = of or tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer()),
+        vocab_size=len(of),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=LAYERS,
@@ -44,7 +61,7 @@ def build(seed: int = 1) -> LlamaForCausalLM:
         head_dim=16,
         max_position_embeddings=POSITIONS,
         initializer_range=0.25,
-        eos_token_id=END,
+        eos_token_id=of.eos_token_id,
         bos_token_id=None,
         pad_token_id=None,
     )
@@ -60,20 +77,31 @@ def model() -> LlamaForCausalLM:
 @cache
 def sibling() -> LlamaForCausalLM:
     """Return the model with noise on its weights, as a fine-tuned one."""
-    result, noise = copy.deepcopy(model()), torch.Generator().manual_seed(7)
+    return perturbed(model(), 0.1)
+
+
+def perturbed(source: LlamaForCausalLM, scale: float) -> LlamaForCausalLM:
+    """Return a copy of a model with normal noise of a standard deviation on its weights."""
+    result, noise = copy.deepcopy(source), torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in result.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * scale)
     return result
 
 
-def save_adapter(folder: Path) -> Path:
-    """Write a LoRA adapter of the model, strong enough to change tokens."""
+def save_adapter(
+    folder: Path,
+    source: LlamaForCausalLM | None = None,
+    targets: Sequence[str] = ("q_proj", "v_proj", "down_proj"),
+    seed: int = 1,
+) -> Path:
+    """Write a random LoRA adapter of a model, strong enough to change tokens; adds layers to `source`."""
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(1)
-    options = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    get_peft_model(build(), options).save_pretrained(str(folder))
+    source = source or build()
+    torch.manual_seed(seed)
+    options = LoraConfig(r=4, lora_alpha=16, target_modules=[*targets], init_lora_weights=False)
+    get_peft_model(source, options).save_pretrained(str(folder))
     return folder
 
 

@@ -3,8 +3,8 @@
 Two processes work at the same time on crowded engines, whose cache, host tier and disk tier are all too small. One runs
 programs in threads (`soak_programs.py`); one serves HTTP to clients of three tenants (`soak_clients.py`).
 
-Promised: every request that nobody left ends right, and a share of them equals, token by token, what a quiet engine gives;
-`check()` of every owner holds all the time; resident anonymous memory has no slope after a warm-up; no thread, file, page or
+Promised: every request that its client does not abort succeeds, and a share of them is compared, token by token, with a quiet
+engine; `check()` of every owner holds all the time; anonymous memory has no slope after a warm-up; no thread, file, page or
 reference is left at the end.
 """
 
@@ -26,11 +26,9 @@ from .soak_clients import Clients
 from .tiny_family import save_family
 
 NUM_CLIENTS = 24
-WARM_UP = 1 / 3  # share of the time whose memory is not looked at
+WARM_UP = 1 / 3  # share of the time that the slope of memory leaves out
 JUDGED_SECONDS = 1200  # shorter runs still warm up: their slope is reported, and not held against them
-SLOPE_LIMIT = (
-    1.0  # MiB an hour that the interval of anonymous memory may be above zero, which no run can tell from none
-)
+SLOPE_LIMIT = 1.0  # MiB an hour: a run fails if the whole interval of anonymous memory's slope is above it
 FIGURES = ("rss", "anonymous", "malloc_in_use", "malloc_free", "python_blocks", "threads", "files")
 END_SECONDS = 300
 
@@ -75,7 +73,7 @@ def worker(role: str, folder: Path, seed: int) -> Iterator[Worker]:
 def growth_of(name: str, summary: dict[str, Any], options: Options) -> list[str]:
     """Return what is lost if the memory of a worker has a slope.
 
-    Anonymous memory is looked at: the kernel drops pages of files as it likes, which hides growth in the resident set.
+    It is judged by anonymous memory: the kernel may drop pages of files, which hides growth of the resident set.
     """
     slope = summary["slopes_an_hour"].get("anonymous")
     if options.seconds < JUDGED_SECONDS or slope is None or slope["low"] <= SLOPE_LIMIT:

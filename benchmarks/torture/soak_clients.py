@@ -25,10 +25,10 @@ from .soak_programs import GRAPH, SCHEMA, SIBLING
 from .soak_worker import KEYS, SWAPPED, SWAPPED_FOLDERS
 from .tiny_family import tokenizer
 
-ABORTED = 0.12  # share of requests that the client leaves
+ABORTED = 0.12  # share of requests that the client aborts
 COMPARED = 0.2  # share of the comparable requests that are compared
 WORKFLOWS = 4  # of each tenant
-TIMEOUT = 900.0  # seconds: processes may be stopped for minutes while others measure
+TIMEOUT = 900.0  # seconds; a request may wait for minutes on a busy machine
 TOP = 20  # likeliest tokens to ask for where answers differ
 ANSWER_SCHEMA = {
     "type": "object",
@@ -95,7 +95,9 @@ class Clients:
         system = f"You are speaker {rng.randrange(4)} of a debate about the harbour. " + "Be brief. " * rng.randrange(
             12
         )
-        question = "\n\n".join([f"What of case {rng.randrange(20)}?", *(f"Somebody said:\n{text}" for text in quotes)])
+        question = "\n\n".join(
+            [f"What of case {rng.randrange(20)}?", *(f"Another agent said:\n{text}" for text in quotes)]
+        )
         body: dict[str, Any] = {
             "model": rng.choice(("base", "base", "base", "adapter-0", "adapter-1", SIBLING)),
             "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],

@@ -22,7 +22,7 @@ from choreograph.errors import ConfigError
 from choreograph.outputs import Mode
 from choreograph.prompt_cache import PromptCache
 
-from .rounding import Margins
+from .rounding import LIMIT, Margins, first_difference
 from .tiny_family import SPECIAL, Family, tokenizer
 
 TENANTS = ("north", "south", "west")
@@ -47,6 +47,25 @@ class Output:
     name: str
     tokens: list[int]
     margins: Margins | None  # of a quiet run
+
+
+def compare_outputs(outputs: Sequence[Output], quiet: Sequence[Output]) -> tuple[list[str], bool]:
+    """Return what differs from a quiet run by more than rounding, and whether rounding decided a token.
+
+    What follows such a token in the program reads other tokens: it is not compared.
+    """
+    if len(outputs) != len(quiet):
+        return [f"{len(outputs)} results instead of {len(quiet)}"], False
+    differences = []
+    for output, other in zip(outputs, quiet, strict=True):
+        if output.tokens == other.tokens:
+            continue
+        place = first_difference(output.tokens, other.tokens)
+        margins = (other.margins.values if other.margins is not None else [])[place : place + 1]
+        if margins and margins[0] < LIMIT:
+            return differences, True
+        differences.append(f"{output.name}: {output.tokens} instead of {other.tokens}, margins {margins}")
+    return differences, False
 
 
 @dataclass

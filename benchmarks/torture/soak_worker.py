@@ -26,10 +26,10 @@ from typing import Any
 from choreograph import CacheConfig, Engine, EngineConfig
 from choreograph.errors import ConfigError
 
+from .campaign import leftovers
 from .process_memory import MemorySampler, held, left_behind, mapped_memory
-from .rounding import LIMIT, first_difference
-from .soak_programs import KINDS, SIBLING, TENANTS, Output, Program, draw_kind
-from .tiny_family import LAYER_PATTERN, NUM_ADAPTERS, Family
+from .soak_programs import KINDS, SIBLING, TENANTS, Output, Program, compare_outputs, draw_kind
+from .tiny_family import LAYER_PATTERN, Family, family_in
 
 NUM_THREADS = 6
 MAX_CLIENTS = 64  # at once
@@ -37,13 +37,8 @@ SWAPPED = "swapped"  # an adapter of the server that is replaced all the time
 SWAPPED_FOLDERS = (2, 3)  # adapters that it is in turns
 COMPARED = 0.25  # share of programs that also run on the quiet engine
 CHECK_SECONDS = 0.5
-KEEP_ALIVE_SECONDS = 3600  # a connection that is closed while its client sends looks like a lost request
 KEYS = tuple(f"key-of-tenant-{name}" for name in TENANTS)
 MAX_LOST = 50  # lines to keep
-
-
-def family_of(folder: Path) -> Family:
-    return Family(folder / "base", folder / "sibling", tuple(folder / f"adapter-{i}" for i in range(NUM_ADAPTERS)))
 
 
 def open_engine(family: Family, cache: CacheConfig, *, num_adapters: int = 0, **options: Any) -> Engine:
@@ -120,22 +115,12 @@ def check_regularly(report: Report, check: Callable[[], None], end: threading.Ev
 def finish_engine(report: Report, engine: Engine, disk_dir: str, name: str) -> None:
     """Check that nothing of an idle engine is left, and close it."""
     with report.losing(f"end of {name}"):
-        engine.run_until_idle()
-        engine.check()
-        engine.clear_cache()
-        engine.check()
-        stats = engine.stats()
-        left = {
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-            "referenced entries": stats.num_referenced_entries,
-            "pages": stats.num_pages - stats.num_free_pages,
-            **{f"tokens of {tier}": count for tier, count in stats.tier_tokens.items()},
-            "files": len(list(Path(disk_dir).rglob("*.safetensors"))),
-        }
-        if any(left.values()):
+        left, events = leftovers(engine), engine.stats().events
+        if files := len(list(Path(disk_dir).rglob("*.safetensors"))):
+            left["files"] = files
+        if left:
             report.lose(f"end of {name}: left {left}")
-        report.counts.update({f"{name} {kind}": count for kind, count in stats.events.items()})
+        report.counts.update({f"{name} {kind}": count for kind, count in events.items()})
         engine.close()
         if folders := os.listdir(disk_dir):
             report.lose(f"end of {name}: folders {folders} are left")
@@ -144,21 +129,10 @@ def finish_engine(report: Report, engine: Engine, disk_dir: str, name: str) -> N
 def compare(report: Report, kind: str, index: int, outputs: list[Output], quiet: list[Output]) -> None:
     """Note tokens that differ by more than rounding."""
     report.count("compared", len(quiet))
-    if len(outputs) != len(quiet):
-        report.lose(f"seed {report.seed}, program {index} ({kind}): {len(outputs)} results instead of {len(quiet)}")
-    for output, other in zip(outputs, quiet, strict=False):
-        if output.tokens == other.tokens:
-            continue
-        place = first_difference(output.tokens, other.tokens)
-        margins = other.margins.values if other.margins is not None else []
-        if place < len(margins) and margins[place] < LIMIT:
-            report.count("rounding")
-            return  # what follows in the program reads other tokens
-        report.lose(
-            f"seed {report.seed}, program {index} ({kind}), {output.name}: {output.tokens} instead of {other.tokens}, "
-            f"margins {margins[place : place + 1]}"
-        )
-        return
+    differences, is_rounded = compare_outputs(outputs, quiet)
+    report.count("rounding", int(is_rounded))
+    for difference in differences:
+        report.lose(f"seed {report.seed}, program {index} ({kind}), {difference}")
 
 
 def run_programs(family: Family, seed: int) -> None:
@@ -343,4 +317,4 @@ def finish_process(
 if __name__ == "__main__":
     faulthandler.enable()
     role, folder, number = sys.argv[1:]
-    {"programs": run_programs, "server": run_server}[role](family_of(Path(folder)), int(number))
+    {"programs": run_programs, "server": run_server}[role](family_in(Path(folder)), int(number))

@@ -52,7 +52,7 @@ class Attack:
 
 
 class Trial:
-    """Two clients, a coin, and texts that nobody has sent before."""
+    """Two clients, a random choice, and texts that are new to the server."""
 
     def __init__(self, url: str, draws: random.Random, client: httpx.Client) -> None:
         self.draws, self._client, self._url = draws, client, url
@@ -394,15 +394,16 @@ def run(options: Options, attacks: Mapping[str, Attack] = ATTACKS) -> Outcome:
 
 
 def judge(tally: Tally, seen: Mapping[str, Sequence[tuple[bool, float | str]]]) -> None:
-    """Test all channels; note those of content that tell the two cases apart."""
+    """Test all channels; note those of content that differ between the two cases."""
     results = {channel: channel_p(values) for channel, values in seen.items()}
     content = {channel: p for channel, (p, _) in results.items() if channel.partition(":")[0] in CONTENT}
     corrected = holm(content)
     tally.details["channels"] = {
-        channel: {"trials": len(seen[channel]), "p": p, "corrected p": corrected.get(channel), "told apart": share}
+        channel: {"trials": len(seen[channel]), "p": p, "corrected p": corrected.get(channel), "accuracy": share}
         for channel, (p, share) in results.items()
     }
     for channel, p in corrected.items():
         if p < MAX_P:
-            told = f"{channel} tells the cases apart, {results[channel][1]:.1%} right, corrected p = {p:.2g}"
-            tally.lost.append(f"seed {tally.options.seed}: {told}")
+            share = results[channel][1]
+            found = f"{channel} differs between the cases: {share:.1%} of the guesses are right, corrected p = {p:.2g}"
+            tally.lost.append(f"seed {tally.options.seed}: {found}")

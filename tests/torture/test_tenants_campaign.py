@@ -30,8 +30,8 @@ def test_a_channel_that_differs_is_lost_and_one_that_does_not_is_chance():
     assert len(tally.lost) == 2
     assert {line.split(" tells")[0] for line in tally.lost} == {"seed 3: schema: time", "seed 3: response: replies"}
     channels = tally.details["channels"]
-    assert channels["schema: replies"]["p"] == 1 and channels["response: replies"]["told apart"] == 1
-    assert channels["load: time"]["corrected p"] is None and channels["load: time"]["told apart"] > 0.99
+    assert channels["schema: replies"]["p"] == 1 and channels["response: replies"]["accuracy"] == 1
+    assert channels["load: time"]["corrected p"] is None and channels["load: time"]["accuracy"] > 0.99
 
 
 def test_p_values_are_corrected_in_order():
