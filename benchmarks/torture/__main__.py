@@ -9,6 +9,7 @@ Each campaign runs in a process of its own. Prints the seed, a table and every b
 
 import argparse
 import multiprocessing
+import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,6 +28,7 @@ RESULT = "torture"  # name of the result file
 
 def run_apart(name: str, options: Options) -> Outcome:
     """Run a campaign in a new process, whose end is a broken promise."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: threads would only wait for each other
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:

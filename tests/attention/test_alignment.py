@@ -124,6 +124,7 @@ LONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("-DREGISTER=8",), EMULATED_DOTS, EMULATED_AMX])
 def test_the_kernel_aligns_with_every_instruction_set(flags, tmp_path):
     built = cpp_backend.build(64, torch.bfloat16, tmp_path, *flags)
@@ -132,7 +133,7 @@ def test_the_kernel_aligns_with_every_instruction_set(flags, tmp_path):
     torch.testing.assert_close(backend(call).float(), reference_of(call), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("backend", ["native", "sdpa", "triton"])
+@pytest.mark.parametrize("backend", ["native", "sdpa", pytest.param("triton", marks=pytest.mark.slow)])
 def test_an_alignment_of_ones_changes_nothing(backend):
     neutral = [(*call[:3], call[3] and Alignment(1.0, 1.0)) for call in LONG]
     plain = [(*call[:3], None) for call in LONG]

@@ -95,7 +95,12 @@ def special(heads: int, rotary: Rope | None, asked) -> tuple[AttentionSpec, torc
     return AttentionSpec(rotary, window, softcap, slopes), torch.linspace(-2, 3, heads) if sinking else None
 
 
-SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (4, 2, 80), (2, 1, 256), (6, 2, 128)]
+SHAPES = [
+    (9, 3, 64),
+    (4, 4, 16),
+    (2, 1, 256),
+    *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((8, 1, 32), (4, 2, 80), (6, 2, 128))),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -124,10 +129,11 @@ EMULATED_AMX = ("-include", str(Path(__file__).parents[1] / "helpers" / "amx_emu
     ("dtype", "width", "flags"),
     [
         (torch.float32, 80, ("-DREGISTER=8",)),
-        (torch.bfloat16, 80, ("-DREGISTER=8",)),
-        (torch.float32, 80, ("-DREGISTER=16",)),
-        (torch.bfloat16, 80, ("-DREGISTER=16", "-U__AVX512BF16__")),
-        *((torch.bfloat16, 64, flags) for flags in (EMULATED_DOTS, EMULATED_AMX)),
+        (torch.bfloat16, 64, EMULATED_AMX),
+        pytest.param(torch.bfloat16, 80, ("-DREGISTER=8",), marks=pytest.mark.slow),
+        pytest.param(torch.float32, 80, ("-DREGISTER=16",), marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 80, ("-DREGISTER=16", "-U__AVX512BF16__"), marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 64, EMULATED_DOTS, marks=pytest.mark.slow),
         *(
             pytest.param(torch.bfloat16, width, flags, marks=pytest.mark.slow)
             for width in (16, 80)

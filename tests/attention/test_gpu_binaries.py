@@ -28,7 +28,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("cases", [CASES[:3], pytest.param(CASES[3:], marks=pytest.mark.slow)], ids=["Llama", "others"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [CASES[:3], CASES[3:]], ids=["Llama", "others"])
 def test_compiled_attention_kernels_fit_every_kind_of_gpu(cases):
     pytest.importorskip("triton.backends.nvidia")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

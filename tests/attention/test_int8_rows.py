@@ -71,9 +71,15 @@ def attend(backend: str | Backend, call: AttentionCall) -> torch.Tensor:
 
 
 CASES = [
-    *(("native", dtype, shape) for dtype in ("float32", "bfloat16") for shape in ((9, 3, 64), (8, 1, 32), (4, 2, 80))),
+    *(("native", dtype, (9, 3, 64)) for dtype in ("float32", "bfloat16")),
+    *(
+        pytest.param("native", dtype, shape, marks=pytest.mark.slow)
+        for dtype in ("float32", "bfloat16")
+        for shape in ((8, 1, 32), (4, 2, 80))
+    ),
     *(("sdpa", dtype, shape) for dtype in ("float32", "bfloat16") for shape in ((9, 3, 64), (4, 2, 80), (8, 1, 20))),
-    *(("triton", dtype, shape) for dtype in ("float32", "float16") for shape in ((4, 2, 16), (7, 7, 20))),
+    *(("triton", "float32", shape) for shape in ((4, 2, 16), (7, 7, 20))),
+    *(pytest.param("triton", "float16", shape, marks=pytest.mark.slow) for shape in ((4, 2, 16), (7, 7, 20))),
 ]
 
 
@@ -112,11 +118,16 @@ def test_freed_memory_gives_nan_only_where_it_is_read(backend):
 @pytest.mark.parametrize(
     ("dtype", "flags"),
     [
-        (torch.float32, ("-DREGISTER=8",)),
-        (torch.float32, ("-DREGISTER=16",)),
-        (torch.bfloat16, ("-DREGISTER=16", "-U__AVX512BF16__")),
-        (torch.bfloat16, EMULATED_DOTS),
         (torch.bfloat16, EMULATED_AMX),
+        *(
+            pytest.param(dtype, flags, marks=pytest.mark.slow)
+            for dtype, flags in (
+                (torch.float32, ("-DREGISTER=8",)),
+                (torch.float32, ("-DREGISTER=16",)),
+                (torch.bfloat16, ("-DREGISTER=16", "-U__AVX512BF16__")),
+                (torch.bfloat16, EMULATED_DOTS),
+            )
+        ),
     ],
 )
 def test_the_kernel_over_int8_is_the_same_for_every_instruction_set(dtype, flags, tmp_path):

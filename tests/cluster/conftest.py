@@ -46,12 +46,12 @@ def ray_nodes():
     nodes.add_node(num_cpus=1, **memory)
     ray.init(address=nodes.address, log_to_driver=False)
     yield nodes
-    started = psutil.Process().children(recursive=True)  # not those of another test process
+    children = psutil.Process().children(recursive=True)  # not those of another test process
+    started = [process for process in children if process.name().startswith(("ray", "gcs_server"))]
     serve.shutdown()
     ray.shutdown()
     nodes.shutdown()
-    names = [process.name() for process in psutil.wait_procs(started, timeout=30)[1] if process.is_running()]
-    assert not [name for name in names if name.startswith(("ray", "gcs_server"))], "still running"
+    assert not psutil.wait_procs(started, timeout=30)[1], "still running"
 
 
 @pytest.fixture(scope="session")

@@ -124,6 +124,7 @@ async def test_an_expected_request_loads_layers_of_both_models(family):
             assert counts.other_model + counts.message == 48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"repair": 0.5}, {"max_kl": 0.1}], ids=lambda options: next(iter(options)))
 async def test_what_has_layers_of_two_models_is_not_repaired(family, options):
     async with pair(family, make_engine=family_engine((1, 2, 3))) as replicas:
@@ -221,6 +222,7 @@ def with_inputs(change):
     return changed
 
 
+@pytest.mark.slow
 @BY_LAYER
 async def test_failed_transfers_end_in_computing_all_layers(family, monkeypatch, group_bytes):
     monkeypatch.setattr(message_transfer, "TIMEOUT", 0.5)

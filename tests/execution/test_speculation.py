@@ -104,7 +104,7 @@ def test_drafts_change_no_message_of_a_random_graph(nodes, mode, seed, draft_tok
     assert stats.num_accepted_tokens <= stats.num_drafted_tokens
 
 
-@pytest.mark.parametrize("backend", ["native", "sdpa", "reference", "triton"])
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_repetitive_text_is_decoded_in_fewer_steps_by_every_backend(backend):
     live, plain = engine(7, backend=backend), engine(0, backend=backend)
     length = 14 if backend == "triton" else 40  # its interpreter is slow

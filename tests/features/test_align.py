@@ -68,7 +68,7 @@ def test_a_tiny_scale_is_attention_without_the_reused_messages():
     torch.testing.assert_close(faded, alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["native", "sdpa", "triton"])
+@pytest.mark.parametrize("backend", ["native", "sdpa", pytest.param("triton", marks=pytest.mark.slow)])
 @settings(max_examples=many(5), deadline=None)
 @given(nodes=graphs(), data=st.data())
 def test_every_backend_gives_what_the_reference_gives(backend, nodes, data):

@@ -152,16 +152,21 @@ def test_three_processes_form_a_chain(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "pattern", "step"),
     [
-        ("dies", [2, 2, 2], 1024),
-        ("dies", [0, 0, 0], 1024),
         ("dies", [1, 1, 1], 4),  # a part of the version is computed when it becomes known
-        ("stalls", [2, 2, 2], 1024),
         ("lies", [2, 2, 2], 1024),
-        ("leaves out", [2, 2, 2], 1024),
-        ("has another model", [2, 2, 2], 1024),
-        ("has another context", [2, 2, 2], 1024),
-        ("flips a bit", [2, 2, 2], 1024),
-        ("mumbles", [2, 2, 2], 1024),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("dies", [2, 2, 2], 1024),
+                ("dies", [0, 0, 0], 1024),
+                ("stalls", [2, 2, 2], 1024),
+                ("leaves out", [2, 2, 2], 1024),
+                ("has another model", [2, 2, 2], 1024),
+                ("has another context", [2, 2, 2], 1024),
+                ("flips a bit", [2, 2, 2], 1024),
+                ("mumbles", [2, 2, 2], 1024),
+            )
+        ),
     ],
 )
 def test_a_context_that_does_not_arrive_is_computed_by_the_receiver(tmp_path, kind, pattern, step):

@@ -46,6 +46,7 @@ def test_families_through_fixed_memory(name):
     assert talk(engine_with(model, use_graphs=True)) == talk(engine_with(model, use_graphs=False))
 
 
+@pytest.mark.slow
 def test_the_compilers_graph_is_what_is_recorded():
     """One trace for all numbers of rows: it is made of two, and serves three to eight as well."""
     plain = engine_with(tiny_models.model(), use_graphs=False)

@@ -142,10 +142,11 @@ def test_the_joint_products_go_with_the_last_engine():
     ("name", "is_cached"),
     [
         ("llama", True),
-        pytest.param("qwen2", True, marks=pytest.mark.slow),
-        pytest.param("llama", False, marks=pytest.mark.slow),
+        ("qwen2", True),
+        ("llama", False),
     ],
 )
+@pytest.mark.slow
 def test_a_compiler_makes_one_product_of_them(name, is_cached, monkeypatch):
     """Also without inductor's private class, where the pass is a plain function and graphs are not cached on disk."""
     if not is_cached:

@@ -16,6 +16,7 @@ from choreograph import Engine
 from choreograph.errors import ConfigError
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.slow  # the processes take a quarter of a minute
 
 
 @pytest.fixture(scope="module")

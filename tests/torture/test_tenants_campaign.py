@@ -28,7 +28,7 @@ def test_a_channel_that_differs_is_lost_and_one_that_does_not_is_chance():
     }
     tenants.judge(tally, seen)
     assert len(tally.lost) == 2
-    assert {line.split(" tells")[0] for line in tally.lost} == {"seed 3: schema: time", "seed 3: response: replies"}
+    assert {line.split(" differs")[0] for line in tally.lost} == {"seed 3: schema: time", "seed 3: response: replies"}
     channels = tally.details["channels"]
     assert channels["schema: replies"]["p"] == 1 and channels["response: replies"]["accuracy"] == 1
     assert channels["load: time"]["corrected p"] is None and channels["load: time"]["accuracy"] > 0.99

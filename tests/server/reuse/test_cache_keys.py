@@ -65,7 +65,7 @@ def test_an_empty_salt_is_none(server):
     assert cached_tokens(server, text, cache_salt="", extra_key="")
 
 
-@pytest.mark.parametrize("reuse", ["messages", "auto"])
+@pytest.mark.parametrize("reuse", ["messages", pytest.param("auto", marks=pytest.mark.slow)])
 def test_workflows_of_different_names_share_no_messages(server, reuse):
     text = f"What is told in one workflow with {reuse} is not known in one of another name. "
     numbers = itertools.count()
@@ -77,7 +77,7 @@ def test_workflows_of_different_names_share_no_messages(server, reuse):
     check_separate(ask, WORKFLOWS)
 
 
-@pytest.mark.parametrize("reuse", ["exact", "messages", "auto"])
+@pytest.mark.parametrize("reuse", ["exact", "messages", pytest.param("auto", marks=pytest.mark.slow)])
 def test_labels_that_could_be_joined_to_equal_text_share_no_cache(server, reuse):
     text = f"What has a label with {reuse} is found by those who have the same labels alone. "
     check_separate(lambda labels: cached_tokens(server, text, reuse=reuse, choreography={"labels": labels}), LABELS)

@@ -52,7 +52,7 @@ def chats(reuse):
     return [f"Alice said: {SPEECH} That was all."], [f"Somebody said: {SPEECH} {QUESTION}"]
 
 
-@pytest.mark.parametrize("reuse", ["messages", "auto"])
+@pytest.mark.parametrize("reuse", ["messages", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_reader_without_the_clearance_is_independent_of_the_secret_bit_for_bit(talker_folder, reuse):
     said, reading = chats(reuse)
 

@@ -236,7 +236,10 @@ FORMATS = [{"type": "json_schema", "json_schema": {"name": "grade", "schema": SC
 
 @BOTH
 @pytest.mark.parametrize("response_format", [*FORMATS, {"type": "json_object"}])
-@pytest.mark.parametrize(("form", "starts"), [("hermes", ("<tool", "{")), ("llama3_json", ("name", "grade"))])
+@pytest.mark.parametrize(
+    ("form", "starts"),
+    [("hermes", ("<tool", "{")), pytest.param("llama3_json", ("name", "grade"), marks=pytest.mark.slow)],
+)
 def test_tools_beside_a_format_give_calls_or_an_answer_of_it(talker_folder, form, starts, response_format, stream):
     zone = {"type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"]}
     options = {"tools": [tool(parameters=zone)], "response_format": response_format, "max_tokens": 80}
