@@ -29,7 +29,7 @@ from choreograph.errors import ConfigError
 from .campaign import leftovers
 from .process_memory import MemorySampler, held, left_behind, mapped_memory
 from .soak_programs import KINDS, SIBLING, TENANTS, Output, Program, compare_outputs, draw_kind
-from .tiny_family import LAYER_PATTERN, Family, family_in
+from .tiny_family import LAYER_PATTERN, NUM_ADAPTERS, Family, family_in
 
 NUM_THREADS = 6
 MAX_CLIENTS = 64  # at once
