@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ NUM_BLOCKS = 40  # of the samples: a regression over their means, whose errors h
 STUDENT = 2.02  # 97.5% quantile of Student's distribution with NUM_BLOCKS - 2 degrees of freedom
 
 Sample = Mapping[str, float]
+FIGURES = ("seconds", "rss", "anonymous", "malloc_in_use", "malloc_free", "python_blocks", "threads", "files")
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -41,39 +43,35 @@ def _malloc_counts() -> tuple[float, float]:
 
 
 def sample(start: float) -> dict[str, float]:
-    """Return time and memory of this process; memory in MiB."""
+    """Return the `FIGURES` of this process; memory in MiB."""
     with open("/proc/self/smaps_rollup") as file:
         parts = {line.split()[0].rstrip(":"): int(line.split()[1]) for line in file if line.split()[-1] == "kB"}
     in_use, free = _malloc_counts()
-    return {
-        "seconds": time.monotonic() - start,
-        "rss": parts["Rss"] / 1024,
-        "anonymous": parts["Anonymous"] / 1024,
-        "malloc_in_use": in_use,
-        "malloc_free": free,
-        "python_blocks": sys.getallocatedblocks(),
-        "threads": threading.active_count(),
-        "files": len(os.listdir("/proc/self/fd")),
-    }
+    values = (
+        *(time.monotonic() - start, parts["Rss"] / 1024, parts["Anonymous"] / 1024, in_use, free),
+        *(sys.getallocatedblocks(), threading.active_count(), len(os.listdir("/proc/self/fd"))),
+    )
+    return dict(zip(FIGURES, map(float, values), strict=True))
 
 
 class MemorySampler:
     """Thread that samples the memory of this process."""
 
     def __init__(self, period: float = 2.0) -> None:
-        self.samples: list[dict[str, float]] = []
+        self._values = array("d")  # of all samples: dicts would grow by a MiB an hour
         self._period, self._start, self._end = period, time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._end.wait(self._period):
-            self.samples.append(sample(self._start))
+            self._values.extend(sample(self._start).values())
 
     def stop(self) -> list[dict[str, float]]:
         self._end.set()
         self._thread.join()
-        return self.samples
+        rows = zip(*[iter(self._values)] * len(FIGURES), strict=True)
+        return [dict(zip(FIGURES, row, strict=True)) for row in rows]
 
 
 def slope_an_hour(samples: Sequence[Sample], name: str) -> dict[str, float] | None:

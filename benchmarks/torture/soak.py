@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .campaign import Options, Outcome
-from .process_memory import slope_an_hour
+from .process_memory import FIGURES, slope_an_hour
 from .soak_clients import Clients
 from .tiny_family import save_family
 
@@ -29,7 +29,6 @@ NUM_CLIENTS = 24
 WARM_UP = 1 / 3  # share of the time that the slope of memory leaves out
 JUDGED_SECONDS = 1200  # shorter runs still warm up: their slope is reported, and not held against them
 SLOPE_LIMIT = 1.0  # MiB an hour: a run fails if the whole interval of anonymous memory's slope is above it
-FIGURES = ("rss", "anonymous", "malloc_in_use", "malloc_free", "python_blocks", "threads", "files")
 END_SECONDS = 300
 
 
@@ -54,14 +53,15 @@ class Worker:
 def worker(role: str, folder: Path, seed: int) -> Iterator[Worker]:
     """Run a worker process inside the block."""
     command = [sys.executable, "-m", "benchmarks.torture.soak_worker", role, str(folder), str(seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Two arenas: with one for each thread, memory that malloc holds free in one is not given to another thread.
+    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2"}
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
-        env=environment,
+        env={**os.environ, **settings},
     )
     try:
         yield Worker(process)
@@ -86,7 +86,7 @@ def summary_of(report: dict[str, Any]) -> dict[str, Any]:
     """Return counts and memory of a worker's report."""
     samples = report["samples"]
     steady = [sample for sample in samples if sample["seconds"] > samples[-1]["seconds"] * WARM_UP]
-    slopes = {name: slope for name in FIGURES if (slope := slope_an_hour(steady, name)) is not None}
+    slopes = {name: slope for name in FIGURES[1:] if (slope := slope_an_hour(steady, name)) is not None}
     return {
         "counts": report["counts"],
         "slopes_an_hour": slopes,

@@ -228,10 +228,11 @@ def run_server(family: Family, seed: int) -> None:
         cache = crowded_cache(disk_dir, 4096)
         engine = load_engine(lambda: open_engine(family, cache, num_adapters=2, draft_tokens=2))
         quiet = load_engine(lambda: open_engine(family, QUIET_CACHE, num_adapters=NUM_ADAPTERS, backend="reference"))
-        limits: Any = {"max_requests": 3 * MAX_CLIENTS, "max_workflow_tokens": 30_000, "max_stored_responses": 60}
+        # Stores of both servers are full within minutes: what grows afterwards is kept by nobody's limit.
+        limits: Any = {"max_workflow_tokens": 4000, "max_workflows": 8, "max_stored_responses": 8}
         with (
-            serving(quiet, max_workflow_tokens=4000, max_workflows=8, max_stored_responses=8) as (quiet_url, _),
-            serving(engine, shadow_calls=0.05, max_workflows=30, **limits) as (url, service),
+            serving(quiet, **limits) as (quiet_url, _),
+            serving(engine, shadow_calls=0.05, max_requests=3 * MAX_CLIENTS, **limits) as (url, service),
         ):
             store, end = service.planner.store, threading.Event()
             versions = itertools.cycle(family.adapters[number] for number in SWAPPED_FOLDERS)

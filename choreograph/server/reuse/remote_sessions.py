@@ -305,15 +305,20 @@ class RemoteSessions:
     def _check_queue(self, tenant: str, num_calls: int) -> None:
         """Raise an error if a tenant has too many unfinished calls."""
         unfinished = self._unfinished.setdefault(tenant, [])
-        unfinished[:] = [message for message in unfinished if not message._is_finished()]
+        unfinished[:] = [message for message in unfinished if not _has_ended(message)]
         limit = max(MAX_CALLS, CALLS_PER_REQUEST * self._service.share.max_requests)
         if len(unfinished) + num_calls > limit:
             raise overloaded(limit, "calls")
 
 
 async def _finish(messages: Sequence[Message]) -> None:
-    while any(not message._is_finished() and message.error is None for message in messages):
+    while not all(map(_has_ended, messages)):
         await asyncio.sleep(POLL_SECONDS)
+
+
+def _has_ended(message: Message) -> bool:
+    """Return whether a message is complete, has failed, or was released before it was complete."""
+    return message._request.is_finished or message._is_finished()
 
 
 def _logprob_rows(items: Sequence[TokenLogprob | None] | None) -> list[list[Any] | None] | None:
