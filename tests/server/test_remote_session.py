@@ -1,6 +1,8 @@
 """`choreograph.connect`: sessions of a server give what sessions in process give."""
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -188,6 +190,24 @@ def test_a_closed_session_leaves_nothing_in_use(live):
             session.decode([5, 6, 7], max_tokens=2000, ignore_eos=True)  # never read
         live.wait_until_idle()
         assert live.engine.stats().num_referenced_entries == before
+
+
+def test_a_client_that_waits_for_a_released_call_gets_an_error(live):
+    call = {"kind": "decode", "tokens": [5, 6], "sampling": {"max_tokens": 2000, "ignore_eos": True}}
+    with connect(live.url) as remote, remote.session() as session, ThreadPoolExecutor(2) as pool:
+        path = f"{live.url}/v1/choreograph/sessions/{session.id}"
+        made = httpx.post(f"{path}/calls", json={"calls": [call]}).json()["messages"]
+        decode = made[0]["id"]
+        call = {"kind": "prefill", "tokens": [7] * 8, "parents": [{"id": decode}]}
+        prefill = httpx.post(f"{path}/calls", json={"calls": [call]}).json()["messages"][0]["id"]
+        waiting = [pool.submit(httpx.get, f"{path}/messages/{name}", timeout=60) for name in (decode, prefill)]
+        time.sleep(0.2)
+        for name in (prefill, decode):
+            assert httpx.delete(f"{path}/messages/{name}").status_code == 200
+        for future in waiting:
+            assert future.result().status_code == 404, future.result().text
+            assert future.result().json()["error"]["code"] == "MessageReleasedError"
+    live.wait_until_idle()
 
 
 def test_labels_and_clearances_work_as_in_process(live):

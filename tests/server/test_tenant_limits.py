@@ -1,5 +1,6 @@
 """What one tenant uses changes no other's answers: every limit is divided by the number of keys."""
 
+import gc
 from types import SimpleNamespace
 
 import httpx
@@ -7,6 +8,7 @@ import pytest
 from helpers.live_server import make_engine, serving
 from transformers import AutoTokenizer
 
+from choreograph.api.session import Session
 from choreograph.server import service
 from choreograph.server.app import RequestSlots
 from choreograph.server.openai.responses_api import ResponseStore, StoredResponse
@@ -171,6 +173,24 @@ def test_unfinished_remote_calls_of_a_tenant_are_limited(shared):
     assert statuses == [200, 429]
     assert ask(shared, KEYS[0], "DELETE", path).status_code == 200
     shared.wait_until_idle()
+
+
+def open_sessions(server):
+    """How many sessions of a server are in memory."""
+    gc.collect()
+    return sum(type(item) is Session and item.engine is server.engine for item in gc.get_objects())
+
+
+def test_released_calls_leave_their_share_to_others_and_keep_no_session(shared):
+    call = {"kind": "decode", "tokens": [5] * 8, "sampling": {"max_tokens": 2000, "ignore_eos": True}}
+    before = open_sessions(shared)
+    for _ in range(3):  # sessions that are closed before their calls are complete
+        session = ask(shared, KEYS[0], "POST", "/v1/choreograph/sessions", json={}).json()["id"]
+        path = f"/v1/choreograph/sessions/{session}"
+        assert ask(shared, KEYS[0], "POST", f"{path}/calls", json={"calls": [call] * 200}).status_code == 200
+        assert ask(shared, KEYS[0], "DELETE", path).status_code == 200
+        shared.wait_until_idle()
+    assert open_sessions(shared) <= before + 1  # calls are forgotten with the next ones
 
 
 def test_a_schema_that_is_replaced_during_a_request_is_no_server_error(shared):

@@ -127,9 +127,7 @@ class RemoteSessions:
     def message(self, tenant: str, session_id: str, message_id: str) -> Message:
         message = self.get(tenant, session_id).messages.get(message_id)
         if message is None:
-            raise ApiError(
-                404, f"message {message_id} was released: keep it until its last use", code="MessageReleasedError"
-            )
+            raise _released(f"message {message_id}")
         return message
 
     def encode(self, tenant: str, session_id: str, body: CallsBody) -> list[EncodedCall]:
@@ -270,7 +268,7 @@ class RemoteSessions:
                 updates = await generation.updates.get()
                 if isinstance(updates, Exception):
                     is_final = True
-                    raise updates
+                    raise _released() if message._request.state is RequestState.CANCELLED else updates
                 is_final = updates[-1].finish_reason is not None
                 yield "".join(update.text for update in updates)
         finally:
@@ -283,6 +281,8 @@ class RemoteSessions:
             async for _ in self.pieces(message):
                 pass
         await _finish([message])
+        if message._request.state is RequestState.CANCELLED:
+            raise _released()
         num_scores = len(message.prompt_logprobs or ()) + len(message.logprobs or ())
         num_bytes = SCORE_BYTES * num_scores * MAX_TOP_LOGPROBS
         return await self._service.pool.run(tenant, num_bytes, lambda: json.dumps(_values(message)).encode())
@@ -309,6 +309,10 @@ class RemoteSessions:
         limit = max(MAX_CALLS, CALLS_PER_REQUEST * self._service.share.max_requests)
         if len(unfinished) + num_calls > limit:
             raise overloaded(limit, "calls")
+
+
+def _released(name: str = "the message") -> ApiError:
+    return ApiError(404, f"{name} was released: keep it until its last use", code="MessageReleasedError")
 
 
 async def _finish(messages: Sequence[Message]) -> None:
