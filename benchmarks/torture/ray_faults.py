@@ -229,6 +229,32 @@ class Cluster:
         self.check(*self.start_streams())
         self.nodes.remove_node(node, allow_graceful=True)
 
+    def resize(self) -> None:
+        """A replica is added under load, and one is removed under load: all streams go on."""
+        streams, threads = self.start_streams()
+        self.nodes.add_node(**NODE_OPTIONS)
+        self._set_replicas(3)
+        self.check(streams, threads)
+        self.wait(lambda: len(self.loads()) == 3, "no replica is added")
+        streams, threads = self.start_streams()
+        self._set_replicas(2)
+        self.check(streams, threads)
+        self.wait(lambda: len(self.loads()) == 2, "no replica is removed")
+        used = {psutil.Process(load.process_id).ppid() for load in self.loads()}
+        for node in list(self.nodes.worker_nodes):
+            if node.all_processes["raylet"][0].process.pid not in used:
+                self.nodes.remove_node(node, allow_graceful=True)
+
+    @staticmethod
+    def _set_replicas(count: int) -> None:
+        """Change the number of replicas of the running application, as Serve's REST interface does."""
+        import ray
+        from ray.serve._private.common import DeploymentID
+        from ray.serve.context import _get_global_client
+
+        controller = _get_global_client()._controller
+        ray.get(controller.update_deployment_replicas.remote(DeploymentID("engine", "choreograph"), count))
+
     def cancel(self) -> None:
         """Clients leave while replicas admit their requests: nothing of them is left."""
         body = {"model": "base", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -266,6 +292,7 @@ FAULTS: Mapping[str, Callable[[Cluster], None]] = {
     "killed gateway": Cluster.kill_gateway,
     "killed node": Cluster.kill_node,
     "drained node": Cluster.drain_node,
+    "added and removed replicas": Cluster.resize,
 }
 
 
@@ -354,9 +381,9 @@ def running_cluster(options: Options, tally: Tally) -> Iterator[Cluster]:
             )
             address: dict[str, Any] = {"host": "127.0.0.1", "port": _free_port()}
             serve.start(proxy_location="HeadOnly", http_options=address)
-            running = deployment.start(app, **address)
-            quiet = open_engine(capacity=8192)
-            yield Cluster(nodes, running.url, quiet, random.Random(options.seed), tally)
+            serve.run(app, name=deployment.APP_NAME, route_prefix="/", external_scaler_enabled=True)
+            url, quiet = f"http://127.0.0.1:{address['port']}", open_engine(capacity=8192)
+            yield Cluster(nodes, url, quiet, random.Random(options.seed), tally)
             quiet.close()
         finally:
             started = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
