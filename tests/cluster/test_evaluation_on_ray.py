@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from helpers.command_line import app
+from helpers.hypothesis_profile import only_thorough
 from helpers.live_server import make_engine
 from ray import cloudpickle
 from typer.testing import CliRunner
@@ -85,6 +86,7 @@ def kill_process(wf, task):
 
 
 @pytest.mark.slow
+@only_thorough
 def test_only_the_example_that_ends_its_worker_fails(talker, workers, tmp_path):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
     examples = [Example(str(number), "text", "bad" if number == 0 else "good") for number in range(8)]
@@ -110,6 +112,7 @@ def test_traces_of_workers_are_those_of_one_process(talker, workers, tmp_path):
 
 
 @pytest.mark.slow
+@only_thorough
 def test_timings_of_workers_are_of_the_traces_and_tokens_of_one_process(talker, workers, tmp_path):
     pairs, reports = [Example(f"p{i}", "pair", [f"Is {i} odd?", f"And {i} plus two?"]) for i in range(5)], []
     workflow = find("multi_qa")

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from helpers.hypothesis_profile import only_thorough
 from helpers.near_ties import answers_with_margins
 from helpers.replica_calls import generate, messages, spec_of
 from helpers.replica_streams import (
@@ -63,6 +64,7 @@ async def test_streams_continue_and_messages_are_computed_after_the_loss_of_a_no
 
 
 @pytest.mark.slow
+@only_thorough
 def test_200_streams_are_unbroken_while_replicas_are_killed_at_random_moments(ray_cluster, talker):
     rng = random.Random(0)
     options = [ask(number, max_tokens=48) for number in range(300)]

@@ -5,6 +5,7 @@ import torch
 import torch._inductor.config
 from helpers import tiny_models
 from helpers.graph_stub import boards, engine_with  # noqa: F401
+from helpers.hypothesis_profile import only_thorough
 from helpers.inspect_engine import inspect
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,10 +88,10 @@ def answers(engine):
         pytest.param(
             qwen2,
             {"few_row_linear": 3, "few_row_gated": 2, "few_row_residual": 4, "rms_norm": 1},
-            marks=pytest.mark.slow,
+            marks=(pytest.mark.slow, only_thorough),
         ),
         # other norms and another activation
-        pytest.param(gemma2, {"few_row_linear": 9}, marks=pytest.mark.slow),
+        pytest.param(gemma2, {"few_row_linear": 9}, marks=(pytest.mark.slow, only_thorough)),
     ],
 )
 def test_graphs_of_few_rows_are_fused_and_say_the_same(build, expected, monkeypatch):

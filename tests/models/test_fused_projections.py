@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.graph_stub import boards, engine_with  # noqa: F401
+from helpers.hypothesis_profile import only_thorough
 from helpers.model_configs import CONFIGS
 from test_cuda_graph import talk
 from torch import nn
@@ -142,8 +143,8 @@ def test_the_joint_products_go_with_the_last_engine():
     ("name", "is_cached"),
     [
         ("llama", True),
-        ("qwen2", True),
-        ("llama", False),
+        pytest.param("qwen2", True, marks=only_thorough),
+        pytest.param("llama", False, marks=only_thorough),
     ],
 )
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """Sessions that move when a replica comes or goes, and in the slow tests all faults of a server on Ray."""
 
-import os
 import random
 
 import pytest
 
 pytest.importorskip("ray")
+
+from helpers.hypothesis_profile import only_thorough
 
 from benchmarks.torture import ray_faults
 from benchmarks.torture.campaign import Options
@@ -23,9 +24,7 @@ def test_a_policy_that_moves_other_sessions_breaks_the_promise():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not os.environ.get("CHOREOGRAPH_THOROUGH"), reason="takes five minutes: CHOREOGRAPH_THOROUGH=1 runs it"
-)
+@only_thorough
 def test_promises_are_kept_while_replicas_gateway_and_nodes_fail():
     outcome = ray_faults.run(Options(seconds=300, seed=1))
     assert outcome.lost == ()
