@@ -135,6 +135,9 @@ class KVCacheManager(EntryTable):
         reclaimable = self.num_free(partial) + sum(len(entry.pages) for entry in candidates)
         split_unused(self, candidates)
         if reclaimable < num_pages:
+            moving = [e for e in self.resident.values() if e.is_partial == partial and not e.in_use and e.transfer]
+            if reclaimable + sum(len(entry.pages) for entry in moving) >= num_pages:
+                raise CacheBusyError(f"needs {num_pages} pages, some of which are being copied: wait for the transfers")
             raise CacheFullError(
                 f"needs {num_pages} pages of {pool.page_size} tokens; {pool.num_free(partial)} of "
                 f"{pool.num_pages(partial)} are free and {reclaimable - pool.num_free(partial)} can be evicted: "

@@ -164,6 +164,10 @@ def test_an_entry_that_is_copied_ahead_stays_and_its_eviction_waits_for_nothing(
     entry, content = whole(store, 8, "a")
     assert store.copy_ahead(entry) and not store.copy_ahead(entry), "one copy at a time"
     assert not store.evictable(partial=False), "nothing that moves is a victim"
+    with pytest.raises(CacheBusyError):
+        store.allocate_entry([0] * 8, 0, (), capacity=8, owner=("call", 2))
+    with pytest.raises(CacheFullError, match="needs 5 pages"):
+        store.allocate_entry([0] * 10, 0, (), capacity=10, owner=("call", 2))
     mover.run()
     store.poll_transfers()
     store.check()
