@@ -92,11 +92,14 @@ class Clients:
     async def _chat(self, rng: random.Random, key: str) -> None:
         workflow = f"workflow-{rng.randrange(WORKFLOWS)}"
         quotes = rng.sample(past := self._quotes.get((key, workflow), []), min(len(past), rng.randrange(3)))
-        system = f"You are speaker {rng.randrange(4)} of a debate about the harbour. " + "Be brief. " * rng.randrange(
-            12
-        )
+        speaker, times = rng.randrange(4), rng.randrange(12)
+        system = f"You are speaker {speaker} of a debate about the harbour. " + "Be brief. " * times
+        # a question belongs to one system turn: messages are found behind other ones too, with other keys and values
         question = "\n\n".join(
-            [f"What of case {rng.randrange(20)}?", *(f"Another agent said:\n{text}" for text in quotes)]
+            [
+                f"Speaker {speaker}, {times}: what of case {rng.randrange(20)}?",
+                *(f"Another agent said:\n{text}" for text in quotes),
+            ]
         )
         body: dict[str, Any] = {
             "model": rng.choice(("base", "base", "base", "adapter-0", "adapter-1", SIBLING)),

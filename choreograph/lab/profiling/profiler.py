@@ -63,7 +63,7 @@ def load_qa_examples(
         random.Random(seed).shuffle(result)
     result = result[offset:] if limit is None else result[offset : offset + limit]
     if not result:
-        raise DataError(f"{path}: no records from number {offset} on")
+        raise DataError(f"{path}: has no records from number {offset} on: use a smaller offset, or give more records")
     return result
 
 

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -337,15 +337,22 @@ class GrammarMask:
         Raises:
             InvalidRequestError: if they take so long to compute that other requests would wait.
         """
-        try:
-            return self._next.result(MASK_SECONDS)
-        except TimeoutError:
+        self._wait()
+        return self._next.result()
+
+    def _wait(self) -> None:
+        """Wait until no thread uses the matcher."""
+        if not wait([self._next], MASK_SECONDS).done:
             raise InvalidRequestError(
                 f"{self._kind}: the next tokens take longer than {MASK_SECONDS:g} s to compute: use a simpler one"
-            ) from None
+            )
 
     def advance(self, token: int) -> None:
-        """Append a token; see `TokenMask`."""
+        """Append a token; see `TokenMask`.
+
+        The tokens of an answer that continues elsewhere are appended without asking what is allowed.
+        """
+        self._wait()
         if self._matcher.is_stopped():
             return  # the token that ends the answer
         if not self._matcher.consume_token(token):

@@ -1,6 +1,8 @@
 """Grammars: where an answer of one ends, and which are refused before they are compiled."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -10,8 +12,10 @@ from helpers.forced_answers import ASK, TOOLS, chat, tool
 from transformers import AddedToken, AutoTokenizer
 
 from choreograph.errors import InvalidRequestError
+from choreograph.server.running_request import ForcedPrefix
 from choreograph.server.structured.constraints import (
     GrammarCompiler,
+    GrammarMask,
     after_reasoning,
     choice_constraint,
     grammar_constraint,
@@ -132,3 +136,39 @@ def test_a_tokenizer_that_grammars_cannot_read_is_named():
     tokenizer = char_tokenizer.tokenizer()
     with pytest.raises(InvalidRequestError, match="do not work with the model's tokenizer"):
         GrammarCompiler(tokenizer, len(tokenizer))
+
+
+class SlowMatcher:
+    """A matcher whose masks take a while; it may not change meanwhile."""
+
+    def __init__(self):
+        self.is_busy, self.tokens = False, []
+
+    def compute_bitmask(self):
+        self.is_busy = True
+        time.sleep(0.03)
+        self.is_busy = False
+        return b"\xff"
+
+    def consume_token(self, token):
+        assert not self.is_busy, "it is used by another thread"
+        self.tokens.append(token)
+        return True
+
+    def is_stopped(self):
+        assert not self.is_busy, "it is used by another thread"
+        return False
+
+    def is_error(self):
+        return False
+
+
+def test_tokens_of_an_answer_that_continues_wait_for_the_mask_before_them():
+    """Its first tokens are given: nobody asks for their masks."""
+    matcher = SlowMatcher()
+    with ThreadPoolExecutor(1) as executor:
+        forced = ForcedPrefix([1, 2, 3], 8, GrammarMask("regex", matcher, 8, executor))
+        for token in (1, 2, 3):
+            assert forced.allowed().nonzero().flatten().tolist() == [token]
+            forced.advance(token)
+        assert forced.allowed().all() and matcher.tokens == [1, 2, 3]
