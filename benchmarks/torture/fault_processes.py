@@ -244,7 +244,7 @@ def _no_memory(case: Case) -> None:
         gc.collect()  # memory that is freed later would make room
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-        options: dict[str, Any] = {size: "1GiB"}
+        options: dict[str, Any] = {size: "8GiB"}  # more than an allocator may hold free
         try:
             open_engine(**options)
         except ConfigError as exc:
