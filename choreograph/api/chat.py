@@ -101,6 +101,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.caches_texts = True  # False: turns are tokenized anew each time, which tells no one what others have sent
         self._cache: dict[Any, Any] = {}
 
     def render(
@@ -158,7 +159,8 @@ class ChatTemplate:
             if self._generation_prompt:
                 start = self._conversation_prefix if opening else self._folded_turn_end if after_system else ""
                 header = start + self._generation_prompt
-        return self._tokenize(header + turn.text, cached=True), self._tokenize(footer, cached=True)
+        is_cached = self.caches_texts or not turn.text
+        return self._tokenize(header + turn.text, cached=is_cached), self._tokenize(footer, cached=True)
 
     def encode_turns(
         self, turns: Sequence[Turn], *, opening: bool, after_system: bool = False, opens_last: bool = False

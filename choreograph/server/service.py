@@ -78,6 +78,7 @@ class InferenceService:
             raise ConfigError(f"{engine.model_info.name} has no tokenizer: a server needs one")
         if len(config.api_keys) > 1:
             drop_word_cache(engine.tokenizer)
+            engine.chat.caches_texts = False
         self.engine, self.config = engine, config
         self.thread = EngineThread(engine, config.max_prefill_tokens)
         self.pool = WorkPool()

@@ -8,6 +8,7 @@ import pytest
 from helpers.live_server import make_engine, serving
 from transformers import AutoTokenizer
 
+from choreograph.api.chat import Turn
 from choreograph.api.session import Session
 from choreograph.server import service
 from choreograph.server.app import RequestSlots
@@ -231,6 +232,8 @@ def test_the_cache_of_words_is_dropped_for_several_keys(talker_folder, monkeypat
     engine = make_engine(talker_folder)
     service.InferenceService(engine, ServerConfig(api_keys=keys))
     assert dropped == [engine.tokenizer] * calls
+    engine.chat.open_turn(Turn("user", "A secret."), opening=True)
+    assert any("A secret." in str(key) for key in engine.chat._cache) == (not calls)
 
 
 def test_tokens_are_the_same_without_the_cache_of_words(talker_folder):
