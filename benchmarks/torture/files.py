@@ -207,6 +207,7 @@ class Work:
         shutil.rmtree(folder.parent, ignore_errors=True)
         _clear(Path(os.environ["XDG_CACHE_HOME"]))
         changed = ", ".join(names)
+        problems = [problem.replace(f"{folder}/", "") for problem in problems]
         lost = [f"{kind.name} ({changed} changed): {problem}" for problem in problems]
         return {"index": index, "kind": kind.name, "result": result, "bytes": added, "seconds": seconds, "lost": lost}
 
