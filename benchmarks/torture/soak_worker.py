@@ -228,7 +228,7 @@ def run_server(family: Family, seed: int) -> None:
         cache = crowded_cache(disk_dir, 4096)
         engine = load_engine(lambda: open_engine(family, cache, num_adapters=2, draft_tokens=2))
         quiet = load_engine(lambda: open_engine(family, QUIET_CACHE, num_adapters=NUM_ADAPTERS, backend="reference"))
-        # Stores of both servers are full within minutes: what grows afterwards is kept by nobody's limit.
+        # Stores of both servers are full within minutes: what grows afterwards is a leak.
         limits: Any = {"max_workflow_tokens": 4000, "max_workflows": 8, "max_stored_responses": 8}
         with (
             serving(quiet, **limits) as (quiet_url, _),

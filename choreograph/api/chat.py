@@ -101,7 +101,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.caches_texts = True  # False: turns are tokenized anew each time, which tells no one what others have sent
+        self.caches_texts = True  # False: the time to tokenize a turn reveals no earlier one
         self._cache: dict[Any, Any] = {}
 
     def render(
